@@ -118,6 +118,17 @@ def test_another_loss_than_that_of_plain_pytorch_is_found() -> None:
     assert 'a loss that is no mean over samples' in last.why
 
 
+def test_a_main_gets_a_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / 'with_main.py').write_text('def main(config): print(config.executors[0].label)\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, 'path', list(sys.path))
+    assert main(['rehearse', 'with_main.py']) == 2
+    said = capsys.readouterr()
+    assert said.out == 'threads\n' and 'has called no training' in said.err
+
+
 def test_what_cannot_train_is_refused() -> None:
     def fails(ctx: FragmentContext) -> None:
         raise ValueError('no data')

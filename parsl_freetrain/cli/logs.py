@@ -100,14 +100,18 @@ def _chosen(
         ranks = sorted({file.rank for file in found if file.fragment == fragment})
         if ranks:
             raise BadInput(
-                f'Fragment {fragment} of trainer {trainer!r} has no rank {rank}; its '
-                f'ranks are {ranks[0]} to {ranks[-1]}.'
+                f'Fragment {fragment} of trainer {trainer!r} has no log of rank {rank}; there are '
+                f'those of {_listed(ranks)}.'
             )
         raise BadInput(
-            f'Trainer {trainer!r} has no log of a fragment {fragment}; there are logs of '
-            f'{numbers[0]} to {numbers[-1]}.'
+            f'Trainer {trainer!r} has no log of a fragment {fragment}; there are those of '
+            f'{_listed(numbers)}.'
         )
     return chosen
+
+
+def _listed(numbers: list[int]) -> str:
+    return f'{numbers[0]} to {numbers[-1]}' if len(numbers) > 1 else f'{numbers[0]} only'
 
 
 def _over(journal: Journal, trainer: str) -> bool:

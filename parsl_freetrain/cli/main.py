@@ -117,9 +117,13 @@ def main(arguments: list[str] | None = None) -> int:
     except BadInput as error:
         return _say(str(error), 2)
     except USAGE_ERROR as error:
-        sentence = ' '.join(getattr(error, 'format_message', error.__str__)().split())
-        where = getattr(getattr(error, 'ctx', None), 'command_path', 'freetrain')
-        return _say(f'{sentence.removesuffix(".")}; see {where} --help.', 2)
+        said = ' '.join(getattr(error, 'format_message', error.__str__)().split()).removesuffix('.')
+        asked: Any = getattr(error, 'ctx', None)
+        where = asked.command_path if asked else 'freetrain'
+        option = getattr(error, 'option_name', None)  # one that the verb does not have
+        if option and any(each.name == 'arguments' for each in asked.command.params):
+            said += f"; a script's own options stand after --, as in {where} FILE -- {option}"
+        return _say(f'{said}; see {where} --help.', 2)
     except (typer.Abort, KeyboardInterrupt):
         return 130
     except FreeTrainError as error:  # such as a scheduler that does not answer

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from parsl_freetrain.cli.workflow import has_main, workflow_at
 from parsl_freetrain.core.model.errors import BadInput
 
 
@@ -25,7 +26,11 @@ def rehearse(
     The status is 1 if anything differs.
 
     The call returns a checkpoint without a path, so the script ends where it needs trained weights.
+    A function main(config) gets a configuration of threads.
     """
+    from parsl.config import Config
+    from parsl.executors import ThreadPoolExecutor
+
     from parsl_freetrain import app
     from parsl_freetrain.executor.trainer.future import TrainingFuture
     from parsl_freetrain.rehearsal import Rehearsal
@@ -46,7 +51,10 @@ def rehearse(
     sys.path.insert(0, str(path.absolute().parent))
     app.instead_of_calls = instead
     try:
-        runpy.run_path(script, run_name='__main__')
+        if has_main(path):
+            workflow_at(script, arguments or [])(Config(executors=[ThreadPoolExecutor()]))
+        else:
+            runpy.run_path(script, run_name='__main__')
     except BadInput:
         raise
     except Exception as error:
@@ -54,7 +62,11 @@ def rehearse(
             raise BadInput(
                 f'{script} ended before a training: {type(error).__name__}: {error}.'
             ) from error
-        print(f'{script} ended: {type(error).__name__}: {error}', file=sys.stderr)
+        print(
+            f'{script} ended with {type(error).__name__}: {error} (after a rehearsal there are no '
+            'weights, and other apps of Parsl need a configuration that the script loads).',
+            file=sys.stderr,
+        )
     finally:
         app.instead_of_calls = None
     if not done:

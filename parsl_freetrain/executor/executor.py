@@ -86,9 +86,9 @@ class FreeTrainExecutor(HighThroughputExecutor):
         What trainers do with checkpoints of an earlier run: 'auto' (use them), 'require' (fail if
         there are none) or 'never' (move them aside).
     site, account, queue
-        Instead of ``provider``: the name of a site in ``site_configs/``, the account to charge, and
-        the queue; None: the site's default. The executor builds its ``provider`` from them and then
-        sets them to None.
+        Instead of ``provider``: the name of a site in ``site_configs/``, or a TOML file, the
+        account to charge, and the queue; None: the site's default. The executor builds its
+        ``provider`` from them and then sets them to None.
     """
 
     @checked_arguments(

@@ -73,11 +73,18 @@ def chosen_provider(
 
 
 def site_described(described: str | Mapping[str, Any]) -> Site:
-    """The site that plain data describe: a name, or ``{'name': 'polaris', ...}`` (a file of
-    ``site_configs/`` whose function ``site()`` takes the other items), or ``{'type': 'slurm',
-    ...}`` and its settings. Raises BadInput for another name, type or settings.
+    """The site that plain data describe: a name or TOML file, or ``{'name': 'polaris', ...}`` (a
+    file of ``site_configs/`` whose function ``site()`` takes the other items), or ``{'type':
+    'slurm', ...}`` and its settings. Raises BadInput for another name, type or settings.
     """
     settings = {'name': described} if isinstance(described, str) else dict(described)
+    if str(settings.get('name')).endswith('.toml'):
+        path = Path(settings.pop('name'))
+        if settings:
+            raise BadInput(
+                f'The site file {path} has all settings: write {", ".join(settings)} there.'
+            )
+        return site_in_table(path)
     types, files = site_types(), site_files()
     kind, name = settings.pop('type', None), settings.pop('name', None)
     if name in types and name not in files:
@@ -88,7 +95,7 @@ def site_described(described: str | Mapping[str, Any]) -> Site:
         with_site = (each for each, path in files.items() if 'def site(' in path.read_text())
         raise BadInput(
             f'There is no site {kind or name or ""!r}; give provider=, or site= as one of '
-            f'{", ".join(sorted(with_site))}, or a type of site: {", ".join(types)}.'
+            f'{", ".join(sorted(with_site))}, a type of site ({", ".join(types)}), or a .toml file.'
         )
     else:
         where, module = f'The site file {files[name]}', load_site_file(files[name])

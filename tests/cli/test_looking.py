@@ -98,7 +98,7 @@ def test_looking_at_a_run_and_cancelling(
         assert main(['logs', 'second', *ledger]) == 2
         assert "'second' has no logs" in capsys.readouterr().err
         assert main(['logs', 'first', *ledger, '--fragment', '7']) == 2
-        assert 'no log of a fragment 7; there are logs of 1 to 1' in capsys.readouterr().err
+        assert 'no log of a fragment 7; there are those of 1 only' in capsys.readouterr().err
 
         watched = Program([*FREETRAIN, 'watch', '--json', '--every', '0.2', *ledger])
         assert json.loads(watched.said())['state'] == 'running'

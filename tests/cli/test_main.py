@@ -70,9 +70,14 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_wrong_usage_gets_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = (['alocate', 'x'], "Did you mean 'allocate'"), (['allocate'], 'FILE')
-    for arguments, says in (*wrong, (['allocate', 'a', 'b'], 'b'), (['--versio'], '--versio')):
-        assert main(arguments) == 2
+    for arguments, says in (
+        ('alocate x', "Did you mean 'allocate'"),
+        ('allocate', 'FILE'),
+        ('allocate a b', 'b'),
+        ('--versio', '--versio'),
+        ('run train.py --seeds 2', 'as in freetrain run FILE -- --seeds; see'),
+    ):
+        assert main(arguments.split()) == 2
         said = capsys.readouterr()
         assert (said.out, len(said.err.splitlines())) == ('', 1)
         assert says in said.err
@@ -123,13 +128,9 @@ def test_nearest_ledger_from_here_upwards(tmp_path: Path, monkeypatch: pytest.Mo
     here.touch()
     assert ledger_at(None) == here
     assert ledger_at(tmp_path) == ledger_at(above.parent) == ledger_at(above) == above
-
-
-@pytest.mark.parametrize('given', ['none', 'a'])
-def test_what_is_named_must_be_there(tmp_path: Path, given: str) -> None:
-    (tmp_path / 'a').mkdir()
-    with pytest.raises(BadInput, match=r'no run with the ledger .*name the ledger\.journal'):
-        ledger_at(tmp_path / given)
+    for given in (tmp_path / 'none', deep.parent):
+        with pytest.raises(BadInput, match=r'no run with the ledger .*name the ledger\.journal'):
+            ledger_at(given)
 
 
 def test_runs_are_named_by_their_beginning() -> None:

@@ -30,23 +30,26 @@ def config():
     return Config(executors=[executor], strategy='none')
 """
 
-TRAINS = """
-import parsl
-from parsl_freetrain.app import freetrain_app
+TRAINER = """
+import sys, parsl, torch
+from parsl_freetrain import freetrain_app
+@freetrain_app(total_epochs=EPOCHS)
 def train(ctx, scale):
-    import torch
-    from torch.utils.data import TensorDataset
     model = torch.nn.Linear(1, 1)
     model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    x = torch.ones(32, 1)
-    for inputs, targets in ctx.loop(TensorDataset(x, scale * x), batch_size=8):
+    for (x,) in ctx.loop(torch.utils.data.TensorDataset(torch.ones(32, 1)), batch_size=8):
         optimizer.zero_grad()
-        ((model(inputs) - targets) ** 2).mean().backward()
+        (model(x) - scale).square().mean().backward()
         optimizer.step()
+"""
+TRAINS = f"""{TRAINER}
 def main(config, arguments=()):
     with parsl.load(config):
-        checkpoint = freetrain_app(total_epochs=EPOCHS)(train)(3.0).result()
-        print('trained', checkpoint.samples, *arguments)
+        print('trained', train(3.0).result().samples, *arguments)
+"""
+SCRIPT = f"""from neighbour import total{TRAINER.replace('EPOCHS', 'total')}
+if __name__ == '__main__':
+    print('trained', train(3.0).result().samples, *sys.argv[1:])
 """
 
 
@@ -73,23 +76,6 @@ def test_a_workflow_runs_on_the_site_that_is_named(
     found = json.loads(said.out)
     trained = found['trainers']['train']
     assert trained['samples'] == 64 and trained['state'] == 'finished'
-
-
-SCRIPT = """
-import sys, torch
-from parsl_freetrain import freetrain_app
-from neighbour import total
-@freetrain_app(total_epochs=total)
-def train(ctx, scale):
-    model = torch.nn.Linear(1, 1)
-    model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for (x,) in ctx.loop(torch.utils.data.TensorDataset(torch.ones(32, 1)), batch_size=8):
-        optimizer.zero_grad()
-        (model(x) - scale).square().mean().backward()
-        optimizer.step()
-if __name__ == '__main__':
-    print('trained', train(3.0).result().samples, *sys.argv[1:])
-"""
 
 
 def test_a_script_needs_no_configuration(
@@ -180,7 +166,7 @@ def test_the_users_own_error_comes_with_its_traceback(
     [
         (None, ['absent.py'], 'There is no workflow absent.py'),
         (None, ['no_such_module'], 'There is no workflow no_such_module'),
-        (None, ['json'], 'has no function main(config)'),
+        (None, ['json'], 'json/__init__.py, to run it as a script'),
         ('def main(): pass', ['w1.py'], 'does not take a Parsl configuration'),
         ('def main(arguments=None): pass', ['w2.py'], 'run the workflow with python'),
         (

@@ -12,7 +12,7 @@ from parsl_freetrain.executor.executor import FreeTrainExecutor
 from parsl_freetrain.sites.batch.limits import QueueLimits
 from parsl_freetrain.sites.cobalt import CobaltSite
 from parsl_freetrain.sites.local import LocalSite
-from parsl_freetrain.sites.named import site_in_table
+from parsl_freetrain.sites.named import site_described, site_in_table
 from parsl_freetrain.sites.pbspro import PbsSite
 from parsl_freetrain.sites.provider import BackfillProvider
 from parsl_freetrain.sites.slurm import SlurmSite
@@ -77,7 +77,9 @@ def test_tables(tmp_path: Path) -> None:
         ('partition = "batch"\n', SlurmSite),
     ):
         file.write_text(text)
-        assert type(site_in_table(file)) is kind
+        assert type(site_described(str(file))) is kind
+    with pytest.raises(BadInput, match=r'site\.toml has all settings: write account there'):
+        site_described({'name': str(file), 'account': 'physics'})
     file.write_text('[pbspro]\nqueu = "prod"\n')
     with pytest.raises(BadInput, match=r'site\.toml: queue is missing; there is no queu'):
         site_in_table(file)
