@@ -28,7 +28,7 @@ from parsl_freetrain.journal.usage import charged, used_node_s
 from parsl_freetrain.sites.protocols import Site
 from parsl_freetrain.sites.provider import BackfillProvider
 
-INTERCHANGE = (sys.executable, '-m', 'parsl_freetrain.executor.interchange_process')
+INTERCHANGE = (sys.executable, '-P', '-m', 'parsl_freetrain.executor.interchange_process')
 # Parsl does not quote the paths in it.
 LAUNCH_CMD = re.sub(r'{(?:cert_dir|logdir|logconf)}', r"'\g<0>'", DEFAULT_LAUNCH_CMD).replace(
     'process_worker_pool.py', 'python3 -P -m parsl_freetrain.executor.block.manager'

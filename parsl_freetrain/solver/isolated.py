@@ -74,7 +74,7 @@ class _SolverProcess:
             ids = str(theirs.fileno()), str(os.getpid())
             # It inherits only its end of the pipe, and a session that no Ctrl-C reaches.
             self._process = subprocess.Popen(
-                [sys.executable, '-m', 'parsl_freetrain.solver.child', *ids],
+                [sys.executable, '-P', '-m', 'parsl_freetrain.solver.child', *ids],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -27,6 +27,7 @@ from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.executor import interchange
 from parsl_freetrain.executor.executor import FreeTrainExecutor
 from parsl_freetrain.executor.interchange import PIN
+from parsl_freetrain.executor.settings import INTERCHANGE
 from parsl_freetrain.sites.local import LocalSite
 from tests.executor.where import where
 from tests.support.programs import Program
@@ -38,6 +39,15 @@ from tests.support.waiting import LIMIT_S, under_load, wait_until
 METHODS = {'process_tasks_to_send': ['self', 'interesting_managers', 'monitoring_radio']}
 ATTRIBUTES = {'pending_task_queue', '_ready_managers', 'results_outgoing', 'manager_sock'}
 MANAGER_KEYS = {'tasks', 'max_capacity', 'idle_since', 'active', 'draining'}
+
+
+def test_files_of_a_user_are_not_taken_for_modules_of_python(tmp_path: Path) -> None:
+    """They are in the folder in which the program was started."""
+    (tmp_path / 'queue.py').write_text('raise ImportError("a user has another one here")')
+    done = subprocess.run(
+        INTERCHANGE, cwd=tmp_path, input=b'', capture_output=True, timeout=LIMIT_S
+    )
+    assert done.returncode and b'another one' not in done.stderr
 
 
 def test_parsl_has_what_the_subclass_needs() -> None:

@@ -34,8 +34,10 @@ def problem(what: str) -> Problem:
 
 
 @pytest.fixture
-def isolated(monkeypatch: pytest.MonkeyPatch) -> Iterator[IsolatedAllocator]:
-    monkeypatch.chdir(ROOT)  # where the child finds the tests' own allocator
+def isolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[IsolatedAllocator]:
+    monkeypatch.setenv('PYTHONPATH', str(ROOT))  # where the child finds the tests' own allocator
+    monkeypatch.chdir(tmp_path)
+    Path('random.py').write_text('raise ImportError("a user has another one here")')
     allocator = IsolatedAllocator(Wayward(), time_limit_s=0.2, margin_s=0.3)
     yield allocator
     allocator.close()
@@ -90,7 +92,7 @@ def test_no_child_before_the_first_question_and_none_after_the_end(
 
 
 def test_close_does_not_wait_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv('PYTHONPATH', str(ROOT))
     allocator = IsolatedAllocator(Wayward(), time_limit_s=500.0)
     assert allocator.allocate(GOOD).status == 'optimal'
     answers: list[str] = []
