@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from parsl.jobs.states import JobState, JobStatus
 
@@ -88,18 +89,19 @@ class SlotJobs:
         code = job.process.poll()
         if code is None:
             return JobStatus(JobState.RUNNING)
-        state, message = self._ending(job, code)
-        out, err = (f'{job.script}{suffix}' for suffix in ('.out', '.err'))
+        end = _end_of(job)
+        state, message = self._ending(job, code, end.get('how'))
+        # What a node prints is not in the block's own output.
+        failed = [f'{job.name}.{n}' for n, status in end.get('exit_codes', {}).items() if status]
+        printed = job.script.with_name(failed[0] if failed else job.script.name)
+        out, err = (f'{printed}{suffix}' for suffix in ('.out', '.err'))
         if state is JobState.FAILED:
             message += f'; its output is in {out} and {err}'
         job.last = JobStatus(state, message, exit_code=code, stdout_path=out, stderr_path=err)
         return job.last
 
-    def _ending(self, job: _SlotJob, code: int) -> tuple[JobState, str]:
-        try:
-            how = json.loads(slots.end_file(job.script.parent, job.name).read_text())['how']
-        except (OSError, ValueError, KeyError):
-            # Whatever killed it left its nodes alone.
+    def _ending(self, job: _SlotJob, code: int, how: str | None) -> tuple[JobState, str]:
+        if how is None:  # whatever killed it left its nodes alone
             slots.kill_block(job.script.parent, job.name)
             if job.cancelled:
                 return JobState.CANCELLED, slots.CANCELLED
@@ -130,3 +132,10 @@ class SlotJobs:
                     os.killpg(job.process.pid, signal.SIGKILL)
                 job.process.wait()
             self.status(job_id)
+
+
+def _end_of(job: _SlotJob) -> Any:
+    """What the block has written down at its end; empty if it could not."""
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads(slots.end_file(job.script.parent, job.name).read_text())
+    return {}

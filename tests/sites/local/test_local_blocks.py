@@ -190,10 +190,12 @@ time.sleep(600)
 
 
 def test_the_exit_status_of_the_command_becomes_the_blocks(blocks: Blocks) -> None:
-    good, bad = blocks.open('slot00', command='exit 0'), blocks.open('slot01', command='exit 7')
+    good = blocks.open('slot00', command='exit 0')
+    bad = blocks.open('slot01', command='echo why >&2; exit 7')
     wait_until(lambda: blocks.status(good).terminal and blocks.status(bad).terminal)
     assert blocks.status(good).state == JobState.COMPLETED
     assert (blocks.status(bad).state, blocks.status(bad).exit_code) == (JobState.FAILED, 7)
+    assert Path(blocks.status(bad).message.split(' and ')[-1]).read_text() == 'why\n'
 
 
 def test_a_command_with_every_character_arrives_as_it_is(blocks: Blocks) -> None:
