@@ -53,7 +53,7 @@ def test_scripts_are_golden(machine: str, queue: str, nodes: int, hole_s: float 
     site = site_on(machine, account='my-project', queue=queue)
     kind = type(site).__name__
     shape = shape_for(
-        nodes, hole_s, (), site.options, None, NOW, STEP_S[kind], site.options.shortest_s
+        nodes, hole_s, (), site.options, 9e9, NOW, STEP_S[kind], site.options.shortest_s
     )
     script = RENDER[kind](site.options, shape, PLACE, COMMAND)
     golden = GOLDEN / f'{machine}-{queue}.sh'

@@ -40,6 +40,7 @@ class Scripted:
         self.answered = threading.Event()
         self.asked_in: list[threading.Thread] = []
         self.queue: tuple[BatchJob, ...] = ()
+        self.there: tuple[Nodes, ...] = ()
         self.cancels = False  # else it does not answer
         self.cancelled: list[tuple[float, list[str]]] = []
 
@@ -57,7 +58,7 @@ class Scripted:
         return self.queue
 
     def nodes(self) -> tuple[Nodes, ...]:
-        return ()
+        return self.there
 
     def reservations(self) -> tuple[NodeReservation, ...]:
         return ()
@@ -192,6 +193,35 @@ def test_the_queue_is_played_before_an_answer(scheduler: Scripted, tracker: Bloc
     assert tracker.ask(answered.set)
     assert answered.wait(LIMIT_S)
     assert tracker.snapshot() is tracker._needs[0]
+
+
+def test_partly_used_nodes_on_which_a_job_does_not_start_do_not_suit_it(
+    scheduler: Scripted, tracker: BlockTracker
+) -> None:
+    """What it lacks there is not told. Nodes of ours serve it before it is ignored."""
+    mixed, ours = (
+        Nodes('batch', (name,), state, cpus=4)
+        for name, state in (('a', 'mixed'), ('b', 'allocated'))
+    )
+    scheduler.there = mixed, ours
+    running = BatchJob('5', JobState.RUNNING, 'batch', 1, 0.0, 9e9, names=('a',), cpus=1)
+    mine = replace(running, job_id=BLOCK.job_id, names=('b',), user=own_name(), cpus=0)
+    scheduler.queue = running, mine, BatchJob('7', JobState.PENDING, 'batch', 1, cpus=1)
+    given = []
+    while scheduler.now < 4 * BatchOptions().start_s:
+        scheduler.now += 15.0
+        snapshot = tracker.watch.look(True, newer_than=scheduler.now - 1.0)
+        given.append(sum(demand.nodes for demand in tracker.needs(snapshot).demands))
+    assert given == [0, 0, 0, 0, 0, 0, 1, 1]
+
+
+def test_why_a_block_never_starts_is_said(
+    scheduler: Scripted, tracker: BlockTracker, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = BatchJob(BLOCK.job_id, JobState.PENDING, 'batch', 1, reason='QOSMaxNodePerUserLimit')
+    scheduler.queue, scheduler.now = (replace(job, blocked=True),), BLOCK.start_by_s + 1.0
+    tracker.statuses([BLOCK.job_id])
+    assert 'Scripted does not start it: QOSMaxNodePerUserLimit' in caplog.text
 
 
 def test_how_long_a_start_takes_is_measured(scheduler: Scripted, tracker: BlockTracker) -> None:

@@ -38,7 +38,7 @@ def shape_for(
     hole_s: float | None,
     names: tuple[str, ...],
     options: BatchOptions,
-    limit_s: float | None,
+    limit_s: float,
     now: float,
     step_s: int = 60,
     shortest_s: float = 0.0,
@@ -49,9 +49,7 @@ def shape_for(
     """
     least = max(step_s, math.ceil(shortest_s / step_s) * step_s)
     wanted = options.unplanned_s if hole_s is None else max(float(least), hole_s - options.start_s)
-    walltime_s = max(
-        least, math.floor(min(wanted, math.inf if limit_s is None else limit_s) / step_s) * step_s
-    )
+    walltime_s = max(least, math.floor(min(wanted, limit_s) / step_s) * step_s)
     deadline = None if hole_s is None or options.preemptible else math.floor(now + hole_s)
     return BlockShape(
         nodes,

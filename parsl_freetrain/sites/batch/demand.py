@@ -41,26 +41,19 @@ def waits(job: BatchJob, ours: frozenset[str]) -> bool:
 
 def could_use(nodes: Iterable[Nodes], jobs: Sequence[BatchJob], ours: frozenset[str]) -> bool:
     """Whether a job of others waits and may get nodes that blocks have, as far as is known."""
-    waiting = {
-        (job.partition, job.features, job.gpus, job.excluded, job.nodes > len(job.only) or job.only)
-        for job in jobs
-        if waits(job, ours)
-    }
-    if not waiting:
-        return False
     had = held(job for job in jobs if job.job_id in ours)
     here = [(group, names) for group in nodes if (names := had.intersection(group.names))]
-    return bool(had) and (
-        not here
-        or any(
-            group.partition in partition.split(',')
-            and group.have(features, gpus)
-            and names.difference(excluded)
-            and (only is True or names.intersection(only))
-            for partition, features, gpus, excluded, only in waiting
+
+    def may_get(job: BatchJob) -> bool:
+        return not here or any(
+            group.partition in job.partition.split(',')
+            and group.have(job.features, job.gpus)
+            and names.difference(job.excluded)
+            and (job.nodes > len(job.only) or names.intersection(job.only))
             for group, names in here
         )
-    )
+
+    return bool(had) and any(waits(job, ours) and may_get(job) for job in jobs)
 
 
 def shortest_behind_s(jobs: Iterable[BatchJob], ours: frozenset[str]) -> float:
@@ -169,7 +162,7 @@ class StalledJobs:
         now: float,
         asked: Collection[str] = (),
     ) -> None:
-        """Note an answer: the ids of jobs and blocks that it is about, and names of idle nodes."""
+        """Note an answer: ids of jobs and blocks, and nodes beside ours that jobs may begin on."""
         self._asked = {
             block: since
             for block, since in self._asked.items()

@@ -70,7 +70,6 @@ def windows(
     planned. ``ours``: jobs that do not limit it. A job with an expected start and no planned nodes
     may get any node of its partition, so it limits them all.
     """
-    members: Mapping[str, set[str]] = {}
     until = {
         name: math.inf if group.until_s is None else group.until_s
         for group in nodes
@@ -82,12 +81,9 @@ def windows(
             until.pop(name, None)
         if job.job_id in ours or job.state is not records.JobState.PENDING or job.start_s is None:
             continue
-        if job.planned:
-            bounded: Iterable[str] = job.planned
-        else:
-            members = members or _members(nodes)
-            bounded = set().union(*(members[partition] for partition in job.partition.split(',')))
-        for name in until.keys() & bounded:
+        of = job.partition.split(',')
+        anywhere = (name for group in nodes if group.partition in of for name in group.names)
+        for name in until.keys() & set(job.planned or anywhere):
             until[name] = min(until[name], job.start_s)
     for reservation in reservations:
         if reservation.end_s > now:
@@ -120,13 +116,6 @@ def as_jobs_say(
         if rest := tuple(name for name in group.names if name not in idle):
             found.append(replace(group, names=rest))
     return tuple(found)
-
-
-def _members(nodes: Iterable[records.Nodes]) -> Mapping[str, set[str]]:
-    members: dict[str, set[str]] = defaultdict(set)
-    for group in nodes:
-        members[group.partition].update(group.names)
-    return members
 
 
 def holes(

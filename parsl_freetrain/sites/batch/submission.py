@@ -144,9 +144,9 @@ class Submitter:
         if shape.deadline is not None:
             start_by_s = min(start_by_s, float(shape.deadline - shape.least_s))
             latest_s = float(shape.deadline)
-        needs_s, node_class = self._scheduler.needs_s(shape), shape.node_class
-        found = BatchBlock(job_id, shape.nodes, now, start_by_s, latest_s, place)
-        return replace(found, node_class=node_class, needs_s=needs_s)
+        block = job_id, shape.nodes, now, start_by_s, latest_s, place
+        needs_s = self._scheduler.needs_s(shape)
+        return BatchBlock(*block, node_class=shape.node_class, needs_s=needs_s)
 
     def _place(self, folder: Path, block: str, node_class: str = '') -> Output:
         name = job_name(self.run, f'{block}.{secrets.token_hex(3)}', node_class)

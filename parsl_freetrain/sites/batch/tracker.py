@@ -13,12 +13,12 @@ from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.core.model.types import NodeDemand, NodeOffer
 from parsl_freetrain.host.clocks import Backoff, ClockSteps
 from parsl_freetrain.sites.batch import queue_watch as qw
-from parsl_freetrain.sites.batch.block_shape import Output
+from parsl_freetrain.sites.batch.block_shape import Output, is_block
 from parsl_freetrain.sites.batch.block_table import BatchBlock, BlockTable
 from parsl_freetrain.sites.batch.demand import Needs, StalledJobs, could_use, needs, reserved, waits
-from parsl_freetrain.sites.batch.node_windows import HOLDING, OfferLog, windows
+from parsl_freetrain.sites.batch.node_windows import HOLDING, OfferLog, held, windows
 from parsl_freetrain.sites.batch.options import BatchOptions
-from parsl_freetrain.sites.batch.records import BatchJob, JobState, NotUnderstood
+from parsl_freetrain.sites.batch.records import BatchJob, JobState, NotUnderstood, warn_once
 from parsl_freetrain.sites.batch.scheduler import NoHistory, Scheduler, Shrinking
 from parsl_freetrain.sites.batch.scheduler_commands import SchedulerSilent, own_name
 
@@ -125,8 +125,10 @@ class BlockTracker:
                 known = stalled.ignored(now), stalled.unsuitable(), stalled.unwilling(now)
                 found = needs(snapshot.nodes, jobs, snapshot.reservations, ours, now, *known)
                 pending = {job.job_id for job in snapshot.jobs if waits(job, ours)}
-                idle = frozenset(chain(*(n.names for n in snapshot.nodes if n.usable)))
-                self._stalled.note(found.served, found.lacking, pending, idle, now, found.asked)
+                up = chain(*(n.names for n in snapshot.nodes if not n.broken))
+                blocks = (job for job in jobs if job.job_id in ours or is_block(job.name))
+                beside = frozenset(up) - held(blocks)
+                self._stalled.note(found.served, found.lacking, pending, beside, now, found.asked)
                 self._needs = snapshot, found
             return self._needs[1]
 
@@ -303,6 +305,10 @@ class BlockTracker:
                 # What is given back must not become one of these.
                 late += [b.job_id for b in self._blocks.waiting() if not b.seen.withdrawn]
             taken = self._blocks.taken(self._options.requeue)
+        for job in snapshot.jobs:
+            if job.job_id in late and (job.blocked or job.state is JobState.HELD) and job.reason:
+                why = f'{self._scheduler.label} does not start it: {job.reason}'
+                warn_once(f'A block is withdrawn, and others may be. {why}')
         if not self.watch.failures:
             self._try_to_cancel(list(dict.fromkeys(late)), withdrawn=True)
             self._try_to_cancel(taken, taken=True)

@@ -19,6 +19,9 @@ _NODE_FIELDS = '%R|%T|%G|%b|%c|%m|%N'  # %b: the active features
 _FOR_NODES = ('None', 'Resources', 'Priority', 'ReqNodeNotAvail', 'Nodes required for job are')
 SHARING = ('OK', 'YES')  # OverSubscribe of jobs that do not ask for whole nodes
 _NOTHING = ('', '(null)', 'N/A')
+# In an answer, the names of Gres other than GPUs; not TRES that are none, such as cpu=4.
+_TRES = 'gres|gpu|cpu|mem|node|billing'
+_OTHER_GRES = re.compile(rf'(?:^|,)(?:gres[:/])?(?!(?:{_TRES})\b)([a-zA-Z]\w*)(?=[:=,(]|$)')
 _UNLIMITED = *_NOTHING, 'UNLIMITED', 'INFINITE', 'infinite', 'NONE', 'NOT_SET', 'INVALID'
 _MARKS = '*~#!%$@^-+'
 
@@ -293,9 +296,22 @@ def gpus_of(gres: str) -> int:
 
 
 def features_of(text: str, gres: str) -> tuple[str, ...]:
-    """Node features, without brackets' counts, and the types of GPUs, such as ``gpu:a100``."""
+    """Node features, without brackets' counts, the types of GPUs, such as ``gpu:a100``, and the
+    names of other Gres, such as ``gres/shard``.
+    """
     named = () if text in _NOTHING else tuple(text.split(','))
-    return (*named, *dict.fromkeys(f'gpu:{kind}' for kind, _ in _gpus(gres) if kind))
+    others = (f'gres/{name}' for name in _OTHER_GRES.findall(gres))
+    types = (f'gpu:{kind}' for kind, _ in _gpus(gres) if kind)
+    return (*named, *dict.fromkeys((*types, *others)))
+
+
+def as_it_shares(job: rc.BatchJob, with_memory: bool) -> rc.BatchJob:
+    """A job that asks for Gres that are not counted here gets whole nodes, as does one without a
+    size of its memory where memory is given to jobs (``with_memory``): it has all of it.
+    """
+    counted = not any(word.startswith('gres/') for each in job.features for word in each)
+    shares = counted and (job.memory > 0 or not with_memory)
+    return job if shares else replace(job, cpus=0)
 
 
 def _lines(answer: str, command: str) -> list[str]:

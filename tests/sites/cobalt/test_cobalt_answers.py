@@ -86,7 +86,7 @@ def test_the_script_of_theta_is_the_golden_one() -> None:
     site = load_site_file(site_files()['theta']).site(account='my-project')
     assert isinstance(site, CobaltSite)
     shape = shape_for(
-        128, 5000.0, (), site.options, None, 1_800_000_000.0, 60, site.options.shortest_s
+        128, 5000.0, (), site.options, 9e9, 1_800_000_000.0, 60, site.options.shortest_s
     )
     golden = GOLDEN / 'theta.sh'
     words = "process_worker_pool.py --cert_dir '/a b'"

@@ -84,6 +84,15 @@ def test_jobs_as_text() -> None:
     assert (picky.cpus, picky.step, picky.memory) == (8, 2, 2048.0)
     [whole] = answers_text.parse_jobs(record(h='NO'))
     assert whole.cpus == 0
+    [sharded] = answers_text.parse_jobs(record(b='gres:shard:2'))
+    [nodes] = answers_text.parse_nodes('batch|mixed|gpu:2,shard:8(S:0,1)|(null)|4|9|a1\n')
+    assert sharded.features == (frozenset({'gres/shard'}),) and nodes.have(sharded.features, 0)
+    [plain] = answers_text.parse_jobs(record(m='0'))
+    cpus = [
+        answers_text.as_it_shares(*of).cpus
+        for of in ((plain, False), (plain, True), (sharded, False))
+    ]
+    assert cpus == [8, 0, 0], 'no memory is all of it, and no answer counts shards'
     racks = frozenset({'rack1'}), frozenset({'rack2'})
     assert answers_text.choices_of('[rack1*2&rack2*2]', 'N/A') == racks
 

@@ -71,3 +71,7 @@ def test_gpus_of_a_whole_job_are_asked_for_once_where_they_decide_who_serves_it(
             (demand,) = needs(nodes, found, (), ours, time.time()).demands
             assert demand.job == waiting[0] and demand.among == {'node02'}, 'it has two GPUs'
             assert slurm.client.commands['squeue'] == questions
+        # It gets all memory of a node; on one a job has some.
+        whole = submit('--ntasks=1', '--mem=0', '--time=10')
+        found = tuple(job for job in slurm.jobs() if job.job_id not in waiting)
+        assert [d.job for d in needs(nodes, found, (), ours, time.time()).demands] == [whole]

@@ -1,5 +1,6 @@
 """Batch scripts: golden files, what is asked for which hole, and what users' words cannot do."""
 
+import math
 import subprocess
 import time
 from pathlib import Path
@@ -66,7 +67,7 @@ def test_a_block_fits_its_hole(
 
 @given(st.floats(60, 1e5), st.floats(0, 300), st.floats(0.01, 1.0))
 def test_no_block_outlives_its_hole(hole_s: float, start_s: float, shrink: float) -> None:
-    shape = shape_for(1, hole_s, (), options(start_s=start_s, shrink=shrink), None, NOW)
+    shape = shape_for(1, hole_s, (), options(start_s=start_s, shrink=shrink), math.inf, NOW)
     assert shape.deadline is not None
     assert 60 <= shape.least_s <= shape.walltime_s
     assert NOW + shape.walltime_s <= NOW + hole_s
@@ -74,7 +75,7 @@ def test_no_block_outlives_its_hole(hole_s: float, start_s: float, shrink: float
 
 
 def test_nodes_are_named_only_where_asked() -> None:
-    assert shape_for(2, 600.0, ('a', 'b'), options(pin_nodes=True), None, NOW).names == ('a', 'b')
+    assert shape_for(2, 600.0, ('a', 'b'), options(pin_nodes=True), 9e9, NOW).names == ('a', 'b')
     assert '--nodelist=a,b' in render(
         options(), BlockShape(2, 300, 300, names=('a', 'b')), PLACE, 'true'
     )
@@ -118,7 +119,7 @@ def test_a_deadline_in_the_hour_that_clocks_pass_twice(monkeypatch: pytest.Monke
     monkeypatch.setenv('TZ', 'Europe/Berlin')
     time.tzset()
     for at, said in ((0, 'now+900'), (3600, 'now+900'), (7200, '2026-10-25T03:30:00')):
-        shape = shape_for(1, 900.0, (), options(), None, 1_792_888_200.0 + at - 900)
+        shape = shape_for(1, 900.0, (), options(), math.inf, 1_792_888_200.0 + at - 900)
         assert f'#SBATCH --deadline={said}\n' in render(options(), shape, PLACE, 'true')
 
 
