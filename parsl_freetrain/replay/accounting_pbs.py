@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.replay.job_table import Job, JobTable, job_table, read_lines
+from parsl_freetrain.replay.job_table import Job, JobTable, at_line, job_table, read_lines
 from parsl_freetrain.sites.batch.records import seconds_of
 from parsl_freetrain.sites.pbspro.answers import hosts_of
 
@@ -14,6 +14,7 @@ WHAT = 'accounting logs of PBS (lines "MM/DD/YYYY HH:MM:SS;E;job;key=value …")
 
 RECORD = re.compile(r'\d\d/\d\d/\d{4} \d\d:\d\d:\d\d;(\w+);([^;]*);(.*)')
 _PAIR = re.compile(r'([\w.]+)=("[^"]*"|\S*)')
+_Record = tuple[str | Path, int, dict[str, str], bool]  # file, line, values, and whether it ended
 _START, _ENDS = 'S', ('E', 'R')  # records: a job started, ended, or was requeued (and so ended)
 
 
@@ -28,8 +29,8 @@ def read_pbs(
     line.
     """
     files = [paths] if isinstance(paths, str | Path) else list(paths)
-    going_on: dict[str, tuple[str, int, dict[str, str]]] = {}
-    jobs: list[Job] = []
+    going_on: dict[str, _Record] = {}
+    over: list[_Record] = []
     for path in files:
         for number, line in enumerate(read_lines(path, WHAT), 1):
             if not line.strip():
@@ -41,22 +42,24 @@ def read_pbs(
             if kind not in (_START, *_ENDS) or '[]' in job:  # an array has records of its own
                 continue
             values = {key: value.strip('"') for key, value in _PAIR.findall(found[3])}
-            record = f'{path}, line {number}', number, values
             if kind == _START:
-                going_on[job] = record
+                going_on[job] = path, number, values, False
             elif kind == 'E' or 'end' in values:
                 going_on.pop(job, None)
-                jobs.append(_job(*record, ended=True))
-    jobs += [_job(*record, ended=False) for record in going_on.values()]
+                over.append((path, number, values, True))
+    jobs = []
+    for path, number, values, ended in (*over, *going_on.values()):
+        with at_line(path, number):
+            jobs.append(_job(number, values, ended))
     return job_table(files[0] if files else '', jobs, machine_nodes)
 
 
-def _job(where: str, line: int, values: dict[str, str], ended: bool) -> Job:
+def _job(line: int, values: dict[str, str], ended: bool) -> Job:
     def number(key: str) -> float:
         if (text := values.get(key)) is None:
-            raise BadInput(f'{where}: the record has no {key}.')
+            raise ValueError(f'the record has no {key}')
         if not text.isdecimal():
-            raise BadInput(f'{where}: {key} is {text!r}; it must be a whole number.')
+            raise ValueError(f'{key} is {text!r}; it must be a whole number')
         return float(text)
 
     end, start = number('end') if ended else math.inf, number('start')
@@ -68,7 +71,6 @@ def _job(where: str, line: int, values: dict[str, str], ended: bool) -> Job:
     try:
         requested = seconds_of(limit) if limit else math.inf
     except ValueError:
-        raise BadInput(
-            f'{where}: Resource_List.walltime is {limit!r}; it must be hours:minutes:seconds.'
-        ) from None
+        wrong = f'Resource_List.walltime is {limit!r}; it must be hours:minutes:seconds'
+        raise ValueError(wrong) from None
     return Job(line, number(waits), start, end, nodes, requested, names)

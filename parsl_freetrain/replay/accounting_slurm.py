@@ -6,8 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.replay.job_table import Job, JobTable, job_table, read_lines
-from parsl_freetrain.sites.batch.records import NotUnderstood
+from parsl_freetrain.replay.job_table import Job, JobTable, at_line, job_table, read_lines
 from parsl_freetrain.sites.slurm.answers_text import duration_s
 from parsl_freetrain.sites.slurm.words import expand
 
@@ -16,6 +15,11 @@ WHAT = (
     '--format=JobIDRaw,Submit,Eligible,Start,End,NNodes,Timelimit,NodeList prints'
 )
 
+# The columns, or others that say the same.
+_NEEDED = (
+    *(('Submit',), ('Start',), ('End',), ('NNodes', 'AllocNodes')),
+    *(('Timelimit', 'TimelimitRaw'), ('JobIDRaw', 'JobID')),
+)
 _UNKNOWN = ('', 'unknown', 'none', 'n/a')
 _NO_NODES = ('', 'none assigned', 'none', 'unknown', 'n/a', '(null)')
 
@@ -34,31 +38,18 @@ def read_sacct(path: str | Path, machine_nodes: int | None = None) -> JobTable:
         raise BadInput(f'{path} is empty; give {WHAT}.')
     head, header = rows[0]
     header = [name.strip() for name in header]
-    for either in (
-        ('Submit',),
-        ('Start',),
-        ('End',),
-        ('NNodes', 'AllocNodes'),
-        ('Timelimit', 'TimelimitRaw'),
-        ('JobIDRaw', 'JobID'),
-    ):
-        if not set(either) & set(header):
-            raise BadInput(
-                f'{path}, line {head}: there is no column {" or ".join(either)}; give {WHAT}.'
-            )
+    with at_line(path, head):
+        for either in _NEEDED:
+            if not set(either) & set(header):
+                raise ValueError(f'there is no column {" or ".join(either)}; give {WHAT}')
     jobs = []
     for number, fields in rows[1:]:
-        if len(fields) != len(header):
-            raise BadInput(
-                f'{path}, line {number}: {len(fields)} columns where the header has {len(header)}.'
-            )
-        row = dict(zip(header, (field.strip() for field in fields), strict=True))
-        if '.' in (row.get('JobIDRaw') or row.get('JobID', '')):  # a step
-            continue
-        try:
-            jobs.append(_job(number, row))
-        except (NotUnderstood, ValueError) as error:
-            raise BadInput(f'{path}, line {number}: {error}.') from None
+        with at_line(path, number):
+            if len(fields) != len(header):
+                raise ValueError(f'{len(fields)} columns where the header has {len(header)}')
+            row = dict(zip(header, (field.strip() for field in fields), strict=True))
+            if '.' not in (row.get('JobIDRaw') or row.get('JobID', '')):  # else it is a step
+                jobs.append(_job(number, row))
     return job_table(path, jobs, machine_nodes)
 
 

@@ -1,7 +1,8 @@
 """The job table, which every kind of job log is read into."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.host.files import read_zipped
 from parsl_freetrain.replay.trace import Floats, Ints
+from parsl_freetrain.sites.batch.records import NotUnderstood
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +60,8 @@ def job_table(path: str | Path, jobs: Sequence[Job], machine_nodes: int | None) 
         logger.warning('%s: %d jobs that never ran have no nodes; left out.', path, odd)
     jobs = kept
     for job in jobs:
-        _check(path, job)
+        with at_line(path, job.line):
+            _check(job)
     ran = [job for job in jobs if job.end > job.start]
     if len({job.start for job in ran}) < 2:
         raise BadInput(
@@ -86,17 +89,16 @@ def job_table(path: str | Path, jobs: Sequence[Job], machine_nodes: int | None) 
     return JobTable(str(path), machine, lines, *times, counts, column('requested_s'), nodes)
 
 
-def _check(path: str | Path, job: Job) -> None:
-    where = f'{path}, line {job.line}'
+def _check(job: Job) -> None:
     if job.nodes < 1:
-        raise BadInput(f'{where}: the job has {job.nodes} nodes; it must have at least 1.')
+        raise ValueError(f'the job has {job.nodes} nodes; it must have at least 1')
     if not job.submit <= job.start <= job.end:
-        raise BadInput(
-            f'{where}: the job was submitted at {job.submit:.0f}, started at {job.start:.0f} and '
-            f'ended at {job.end:.0f}; these must follow each other.'
+        raise ValueError(
+            f'the job was submitted at {job.submit:.0f}, started at {job.start:.0f} and '
+            f'ended at {job.end:.0f}; these must follow each other'
         )
     if not job.requested_s > 0:
-        raise BadInput(f'{where}: the time limit is {job.requested_s:g} s; it must be above 0.')
+        raise ValueError(f'the time limit is {job.requested_s:g} s; it must be above 0')
 
 
 def _machine(
@@ -124,3 +126,12 @@ def _machine(
 def read_lines(path: str | Path, what: str) -> list[str]:
     """The lines of a text file, plain or gzipped; errors say that it should be ``what``."""
     return read_zipped(path, what).decode('utf-8-sig', errors='replace').splitlines()
+
+
+@contextmanager
+def at_line(path: str | Path, number: int) -> Iterator[None]:
+    """Around what is read from a line: BadInput names file and line, and says what is wrong."""
+    try:
+        yield
+    except (NotUnderstood, ValueError) as error:
+        raise BadInput(f'{path}, line {number}: {error}.') from None

@@ -3,11 +3,19 @@
 import logging
 import math
 import re
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
 from parsl_freetrain.core.model.errors import BadInput
-from parsl_freetrain.replay.job_table import LONGEST_S, Job, JobTable, job_table, read_lines
+from parsl_freetrain.replay.job_table import (
+    LONGEST_S,
+    Job,
+    JobTable,
+    at_line,
+    job_table,
+    read_lines,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +62,12 @@ def read_swf(path: str | Path, machine_nodes: int | None = None) -> JobTable:
     lines = read_lines(path, 'a job log in Standard Workload Format')
     header = {m[1]: m[2] for line in lines if line.startswith(';') and (m := _HEADER.match(line))}
     said = [(n, line) for n, line in enumerate(lines, 1) if line.strip() and line[0] != ';']
-    rows = [(number, _numbers(path, number, line)) for number, line in said]
+    rows = []
+    for number, line in said:
+        with at_line(path, number):
+            rows.append((number, _numbers(line)))
     if not rows:
         raise BadInput(f'{path} has no jobs; give a job log in Standard Workload Format.')
-    _check_order(path, rows)
     whole = {row[0] for _, row in rows if row[_STATUS] not in _PARTS}
     rows = [each for each in rows if each[1][_STATUS] not in _PARTS or each[1][0] not in whole]
     parts = len(said) - len(rows)
@@ -86,42 +96,31 @@ def read_swf(path: str | Path, machine_nodes: int | None = None) -> JobTable:
     return job_table(path, jobs, nodes)
 
 
-def _numbers(path: str | Path, number: int, line: str) -> list[float]:
+def _numbers(line: str) -> list[float]:
+    """The columns of a line; ValueError if a needed one holds something else."""
     fields = line.split()
     if not _NEEDED <= len(fields) <= len(COLUMNS):
-        raise BadInput(f'{path}, line {number}: {len(fields)} columns; {STANDARD}.')
-    numbers: list[float] = []
-    for column, text in zip(COLUMNS, fields, strict=False):
-        try:
-            numbers.append(float(text))
-        except ValueError:
-            raise BadInput(
-                f'{path}, line {number}: column {len(numbers) + 1} ({column}) is '
-                f'{text!r}; it must be a number.'
-            ) from None
-    return numbers + [-1.0] * (len(COLUMNS) - len(fields))  # the standard's mark of what is unknown
+        raise ValueError(f'{len(fields)} columns; {STANDARD}')
+    row: list[float] = []
+    for at, text in enumerate(fields):
+        with suppress(ValueError):
+            row.append(float(text))
+        if len(row) <= at or not math.isfinite(row[at]):
+            raise ValueError(f'{_column(at)} is {text!r}; it must be a number')
+    row += [-1.0] * (len(COLUMNS) - len(fields))  # the standard's mark of what is unknown
+    for at in (_WAIT, _RUN, _LIMIT):
+        if row[at] > LONGEST_S:
+            raise ValueError(f'{_column(at)} is {row[at]:.0f} s, more than ten years; {STANDARD}')
+    if row[_STATUS] not in (-1, 0, 1, 2, 3, 4, 5):
+        raise ValueError(f'{_column(_STATUS)} is {row[_STATUS]:g}, not one of -1 to 5; {STANDARD}')
+    for at in (_ALLOCATED, _REQUESTED):
+        if row[at] != math.floor(row[at]):
+            raise ValueError(f'{_column(at)} is {row[at]:g}, not a whole number; {STANDARD}')
+    return row
 
 
-def _check_order(path: str | Path, rows: list[tuple[int, list[float]]]) -> None:
-    """Refuse logs in which a needed column holds something else."""
-    for number, row in rows:
-        for at in (_WAIT, _RUN, _LIMIT):
-            if row[at] > LONGEST_S:
-                raise BadInput(
-                    f'{path}, line {number}: column {at + 1} ({COLUMNS[at]}) is '
-                    f'{row[at]:.0f} s, more than ten years; {STANDARD}.'
-                )
-        if row[_STATUS] not in (-1, 0, 1, 2, 3, 4, 5):
-            raise BadInput(
-                f'{path}, line {number}: column 11 (status) is {row[_STATUS]:g}, not one '
-                f'of -1 to 5; {STANDARD}.'
-            )
-        for at in (_ALLOCATED, _REQUESTED):
-            if row[at] != math.floor(row[at]):
-                raise BadInput(
-                    f'{path}, line {number}: column {at + 1} ({COLUMNS[at]}) is '
-                    f'{row[at]:g}, not a whole number; {STANDARD}.'
-                )
+def _column(at: int) -> str:
+    return f'column {at + 1} ({COLUMNS[at]})'
 
 
 def _size(path: str | Path, header: dict[str, str], machine_nodes: int | None) -> tuple[int, float]:

@@ -265,6 +265,10 @@ BAD = {
             'line 9: column 11 (status) is 64',
         ),
         (
+            SWF + '5 1030 1 1 nan -1 -1 1 1 -1 1 1 1 -1 1 -1 -1 -1\n',
+            "line 9: column 5 (allocated processors) is 'nan'; it must be a number",
+        ),
+        (
             SWF + '5 1030 1 1 1.5 -1 -1 1 1 -1 1 1 1 -1 1 -1 -1 -1\n',
             'line 9: column 5 (allocated processors) is 1.5',
         ),
