@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from parsl_freetrain.core.model import events as ev
-from parsl_freetrain.core.model.errors import TrainerFailed
+from parsl_freetrain.core.model.errors import TrainerFailed, nodes_text
 from parsl_freetrain.executor import off_loop
 from parsl_freetrain.executor.fragment.trainer_record import TellReplica, TrainerRecord
 from parsl_freetrain.executor.stream import Subscriber
@@ -178,7 +178,7 @@ class ProgressLine:
 def _progress_of(future: TrainingFuture) -> str:
     progress = future.progress()
     total = f' of {progress.total_samples:,}' if progress.total_samples else ''
-    nodes = f' on {progress.nodes} node{"s" * (progress.nodes != 1)}' if progress.nodes else ''
+    nodes = f' on {nodes_text(progress.nodes)}' if progress.nodes else ''
     name = main_metric(progress.metrics)
     loss = f', {name} {progress.metrics[name]:.4g}' if name else ''
     return f'{future.name} {future.state}{nodes}: {progress.samples:,}{total} samples{loss}'

@@ -13,6 +13,7 @@ from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.host import files
 from parsl_freetrain.host.ownership import refuse_foreign
+from parsl_freetrain.report.runs import trainer_named
 
 if TYPE_CHECKING:  # those who ask need neither
     from parsl_freetrain.executor.fragment.runner import FragmentRunner
@@ -111,12 +112,8 @@ class RequestHandler:
 
     def _fulfil(self, request: Request, at: float) -> str:
         """Fulfil a request; returns a sentence that says what was done."""
-        name, records = request.trainer, self._fragments.records
-        if name not in records:
-            raise BadInput(
-                f'There is no trainer {name!r} in this run; it has '
-                f'{", ".join(map(repr, records)) or "none"}.'
-            )
+        records = self._fragments.records
+        name = trainer_named(records, request.trainer)
         match request:
             case Preempt():
                 return self._fragments.rehearse(name, request.grace_s, at)

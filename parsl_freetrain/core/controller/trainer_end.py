@@ -6,6 +6,7 @@ from dataclasses import replace
 from parsl_freetrain.core.controller import controller_state as cs
 from parsl_freetrain.core.controller.settings import ControllerSettings
 from parsl_freetrain.core.model import events as ev
+from parsl_freetrain.core.model.errors import nodes_text
 from parsl_freetrain.core.model.types import Trainer
 
 # A multiple of the setting 'stalls', since several holes that are too short may be bad luck.
@@ -61,7 +62,7 @@ def _short_of_memory(trainer: cs.TrainerState, ended: cs.FragmentState, error: s
     left = without(trainer.trainer, nodes, any(n < nodes for n in counts))
     if left is None:
         return (
-            f'memory does not suffice on {nodes} node{"s" * (nodes > 1)}, and it has no other '
+            f'memory does not suffice on {nodes_text(nodes)}, and it has no other '
             f'count: {error}; allow more nodes (max_nodes), divide the parameters (Shape), or use '
             'a smaller micro_batch'
         )

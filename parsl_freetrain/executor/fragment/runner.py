@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from msgspec import structs
 
 from parsl_freetrain.core.model import events as ev
-from parsl_freetrain.core.model.errors import BadInput, TrainerFailed
+from parsl_freetrain.core.model.errors import BadInput, TrainerFailed, nodes_text
 from parsl_freetrain.core.model.types import Checkpoint
 from parsl_freetrain.executor.fragment.control_channel import ControlServer, MemberDisconnected
 from parsl_freetrain.executor.fragment.fragment_parts import Stopping
@@ -182,8 +182,9 @@ class FragmentRunner(Subscriber):
         fragment = next(going, None)
         if fragment is None:
             raise BadInput(f'No fragment of trainer {name!r} is running now.')
-        nodes = len(fragment.members)
-        which = f'Fragment {fragment.number} of trainer {name!r} on {nodes} node{"s" * (nodes > 1)}'
+        which = (
+            f'Fragment {fragment.number} of trainer {name!r} on {nodes_text(len(fragment.members))}'
+        )
         if grace_s <= 0:
             self._members.give_up(fragment, 'a rehearsed preemption')
             return f'{which} is being killed.'
