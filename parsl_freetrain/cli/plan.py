@@ -119,10 +119,10 @@ def blocks_for(provider: 'BackfillProvider', now: float) -> list[dict[str, Any]]
             'batch scheduler.'
         )
     blocks: list[dict[str, Any]] = []
-    for hole in sorted(holes_of(where), key=lambda hole: -hole['nodes'])[: provider.max_blocks]:
-        hole_s = None if hole['until_s'] is None else hole['until_s'] - now
-        node_class, names = hole.get('node_class', ''), tuple(hole['names'])
-        request = BlockRequest(hole['nodes'], hole_s, hole['queue'], names, node_class=node_class)
+    for hole in sorted(holes_of(where), key=lambda hole: -hole.nodes)[: provider.max_blocks]:
+        hole_s = None if hole.until_s is None else hole.until_s - now
+        what = hole.nodes, hole_s, hole.queue, hole.names
+        request = BlockRequest(*what, node_class=hole.node_class)
         name, scripts = f'block-{len(blocks)}', Path('runinfo/000/submit_scripts').absolute()
         shape, script = where.preview(request, COMMAND, scripts, name, provider.worker_init)
         blocks.append(
@@ -130,7 +130,7 @@ def blocks_for(provider: 'BackfillProvider', now: float) -> list[dict[str, Any]]
                 'nodes': shape.nodes,
                 'walltime_s': shape.walltime_s,
                 'hole_s': hole_s,
-                'queue': hole['queue'],
+                'queue': hole.queue,
                 'node_class': request.node_class,
                 'preemptible': where.options.preemptible,
                 'exempt_s': where.options.exempt_s,

@@ -1,11 +1,12 @@
 """The site that ``--site`` names: a name, a Python file or a TOML file."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from parsl.config import Config
 
 from parsl_freetrain.core.model.errors import BadInput, of_user
+from parsl_freetrain.core.model.types import Hole
 from parsl_freetrain.executor.executor import FreeTrainExecutor
 from parsl_freetrain.sites.batch.site import BatchSite
 from parsl_freetrain.sites.local import LocalSite
@@ -69,20 +70,10 @@ def file_of(given: str) -> Path | None:
     return Path(given) if given.endswith('.py') else site_files().get(given)
 
 
-def holes_of(site: Site) -> list[dict[str, Any]]:
+def holes_of(site: Site) -> Sequence[Hole]:
     if isinstance(site, BatchSite):
-        found = site.holes_now()
-    else:
-        site.start()
-        found = site.holes()
-        site.close()
-    return [
-        {
-            'nodes': hole.nodes,
-            'until_s': hole.until_s,
-            'queue': hole.queue,
-            'names': list(hole.names),
-            **({'node_class': hole.node_class} if hole.node_class else {}),
-        }
-        for hole in found
-    ]
+        return site.holes_now()
+    site.start()
+    found = site.holes()
+    site.close()
+    return found

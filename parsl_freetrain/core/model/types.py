@@ -113,6 +113,20 @@ class BlockRequest:
             refuse(f'A block of {self.nodes} nodes, names', list(self.names), must)
 
 
+def _check_points(
+    what: str, nodes: Sequence[int], values: Sequence[float], each: str, *, first: int
+) -> None:
+    if len(nodes) != len(values) or not nodes:
+        raise BadInput(
+            f'{what.capitalize()} needs one {each} for each node count, and at least one: got '
+            f'{len(nodes)} node counts and {len(values)} {each}s.'
+        )
+    if nodes[0] < first or any(b <= a for a, b in pairwise(nodes)):
+        raise BadInput(
+            f'The node counts of {what} must increase, from {first} or more on: got {list(nodes)}.'
+        )
+
+
 @dataclass(frozen=True)
 class ScalingCurve:
     """Training speed against nodes: linear between points, 0 at 0 nodes, flat behind the last."""
@@ -121,16 +135,7 @@ class ScalingCurve:
     rate: tuple[float, ...]  #: samples per second (or any unit proportional to it) at each count
 
     def __post_init__(self) -> None:
-        if len(self.nodes) != len(self.rate) or not self.nodes:
-            raise BadInput(
-                f'A scaling curve needs one rate for each node count and at least one point: '
-                f'got {len(self.nodes)} node counts and {len(self.rate)} rates.'
-            )
-        if any(n < 0 for n in self.nodes) or any(b <= a for a, b in pairwise(self.nodes)):
-            raise BadInput(
-                'The node counts of a scaling curve must increase and not be negative: '
-                f'got {list(self.nodes)}.'
-            )
+        _check_points('a scaling curve', self.nodes, self.rate, 'rate', first=0)
         if any(not math.isfinite(r) or r < 0 for r in self.rate):
             refuse('The rate of a scaling curve', list(self.rate), 'finite and not negative')
         if self.nodes[0] == 0 and self.rate[0] != 0:
@@ -164,16 +169,7 @@ class Efficiency:
     value: tuple[checked.Share, ...]
 
     def __post_init__(self) -> None:
-        if len(self.nodes) != len(self.value) or not self.nodes:
-            raise BadInput(
-                f'Statistical efficiency needs one value for each node count and at least one: '
-                f'got {len(self.nodes)} node counts and {len(self.value)} values.'
-            )
-        if self.nodes[0] < 1 or any(b <= a for a, b in pairwise(self.nodes)):
-            raise BadInput(
-                'The node counts of statistical efficiency must increase from 1 on: got '
-                f'{list(self.nodes)}.'
-            )
+        _check_points('statistical efficiency', self.nodes, self.value, 'value', first=1)
         checked.check_fields('Statistical efficiency', self)
 
     def at(self, nodes: int) -> float:

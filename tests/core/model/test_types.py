@@ -22,7 +22,7 @@ CURVE = ScalingCurve((1, 2, 4), (10.0, 19.0, 36.0))
 
 def test_bad_input_gets_one_sentence() -> None:
     for make, says in (
-        (lambda: ScalingCurve((), ()), 'at least one point'),
+        (lambda: ScalingCurve((), ()), 'and at least one: got 0'),
         (lambda: ScalingCurve((1, 2), (1.0,)), '2 node counts and 1 rates'),
         (lambda: ScalingCurve((2, 1), (1.0, 2.0)), '[2, 1]'),
         (lambda: ScalingCurve((1, 1), (1.0, 2.0)), 'must increase'),
