@@ -123,7 +123,7 @@ def _check_points(
         )
     if nodes[0] < first or any(b <= a for a, b in pairwise(nodes)):
         raise BadInput(
-            f'The node counts of {what} must increase, from {first} or more on: got {list(nodes)}.'
+            f'The node counts of {what} must increase from {first} on: got {list(nodes)}.'
         )
 
 

@@ -26,7 +26,7 @@ def test_bad_input_gets_one_sentence() -> None:
         (lambda: ScalingCurve((1, 2), (1.0,)), '2 node counts and 1 rates'),
         (lambda: ScalingCurve((2, 1), (1.0, 2.0)), '[2, 1]'),
         (lambda: ScalingCurve((1, 1), (1.0, 2.0)), 'must increase'),
-        (lambda: ScalingCurve((-1, 1), (1.0, 2.0)), 'not be negative'),
+        (lambda: ScalingCurve((-1, 1), (1.0, 2.0)), 'must increase from 0 on: got [-1, 1]'),
         (lambda: ScalingCurve((1,), (-1.0,)), '[-1.0]'),
         (lambda: ScalingCurve((1,), (math.nan,)), 'finite'),
         (lambda: ScalingCurve((0, 1), (5.0, 9.0)), 'at 0 nodes must be 0'),
