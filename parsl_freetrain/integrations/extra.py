@@ -30,10 +30,7 @@ class StepCount:
         return epochs * self.in_epoch + math.ceil(rest / self.batch)
 
     def total_of(self, spec: TrainingSpec) -> int:
-        if spec.total_samples is not None:
-            return spec.total_samples
-        assert spec.total_epochs is not None
-        return samples_in(spec.total_epochs, self.size)
+        return spec.total_samples or samples_in(spec.total_epochs or 0, self.size)
 
     def check(self, total: int, wanted: int, who_says: str) -> None:
         """Raises BadInput if somebody wants another number of steps than the app."""

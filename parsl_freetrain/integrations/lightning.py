@@ -309,14 +309,12 @@ class Trainer:
 
     def _count_steps(self, steps: StepCount) -> None:
         self._steps, self.num_training_batches = steps, steps.in_epoch
-        total = self._steps.total_of(self.ctx.spec)
-        self.estimated_stepping_batches = self._steps.at(total)
-        said = self.max_steps
-        if said < 0:
-            said = self.num_training_batches * (self.max_epochs or 0)
+        total = steps.total_of(self.ctx.spec)
+        self.estimated_stepping_batches = steps.at(total)
+        said = self.max_steps if self.max_steps >= 0 else steps.in_epoch * (self.max_epochs or 0)
         if self.max_steps >= 0 or self.max_epochs is not None:
             told = f'max_epochs={self.max_epochs}, max_steps={self.max_steps}'
-            self._steps.check(total, said, f'the Trainer was told {said} ({told})')
+            steps.check(total, said, f'the Trainer was told {said} ({told})')
 
 
 def _validation_data(given: Any, source: Any) -> LoaderData | None:

@@ -224,15 +224,13 @@ class InFragments(_Any, metaclass=_Order):
         """Of an optimizer that evaluates an average of the weights (schedule-free), and trains
         others.
         """
-        if callable(change := getattr(self.optimizer, mode, None)):
-            change()
+        getattr(self.optimizer, mode, lambda: None)()
 
     def _steps_in_all(self, read: LoaderData) -> int:
         args = self.args
         counted = self._steps = StepCount(*read.in_epoch(args.gradient_accumulation_steps))
-        wanted: int = args.max_steps
-        if wanted <= 0:
-            wanted = math.ceil(args.num_train_epochs * counted.in_epoch)
+        in_epochs = math.ceil(args.num_train_epochs * counted.in_epoch)
+        wanted: int = args.max_steps if args.max_steps > 0 else in_epochs
         total = counted.total_of(self.ctx.spec)
         told = f'max_steps={args.max_steps}, num_train_epochs={args.num_train_epochs:g}'
         counted.check(total, wanted, f'TrainingArguments says {wanted} ({told})')

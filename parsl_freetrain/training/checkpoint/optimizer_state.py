@@ -94,9 +94,27 @@ def group_names(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> list
     return [[_name(p, names) for p in group['params']] for group in optimizer.param_groups]
 
 
+def orders(prepared: Prepared) -> list[list[list[str]]]:
+    """The parameters' names in each group of each optimizer."""
+    names = parameter_names(prepared)
+    return [group_names(optimizer, names) for optimizer in prepared.optimizers]
+
+
+def put_in_order(optimizer: Any, then: list[list[str]], prepared: Prepared) -> list[list[str]]:
+    """Give groups the order that they had: a set's is another in each process. Names by group."""
+    now = group_names(optimizer, parameter_names(prepared))
+    for group, own, wanted in zip(optimizer.param_groups, now, then, strict=False):
+        if own != wanted and set(own) == set(wanted):
+            for key in {'params', 'param_names'} & group.keys():
+                by_name = dict(zip(own, group[key], strict=True))
+                group[key][:] = [by_name[name] for name in wanted]
+            own[:] = wanted
+    return now
+
+
 def add_groups(optimizer: torch.optim.Optimizer, then: list[list[str]], prepared: Prepared) -> None:
     """Add groups that were added after ``ctx.prepare``; adding them again is nothing then."""
-    now = group_names(optimizer, parameter_names(prepared))
+    now = put_in_order(optimizer, then, prepared)
     if len(then) <= len(now) or then[: len(now)] != now:
         return
     parameters, plain = dict(prepared.named_parameters()), optimizer.add_param_group
@@ -131,14 +149,14 @@ def by_name(
     }
 
 
-def is_by_name(state: dict[str, Any]) -> bool:
-    return any(isinstance(group.get('params'), dict) for group in state.get('param_groups', ()))
-
-
 def by_number(
     state: dict[str, Any], optimizer: torch.optim.Optimizer, names: dict[int, str]
 ) -> dict[str, Any]:
-    """The part of :func:`by_name`'s state for these parameters; ValueError if it lacks any."""
+    """The part of :func:`by_name`'s state for these parameters; ValueError if it lacks any.
+    Another ``state_dict()`` stays as it is.
+    """
+    if not any(isinstance(group.get('params'), dict) for group in state.get('param_groups', ())):
+        return state
     if len(state['param_groups']) != len(optimizer.param_groups):
         raise ValueError(
             f'{len(state["param_groups"])} groups of parameters there and '

@@ -146,9 +146,7 @@ def content_of(prepared: Prepared, *, named: bool = False) -> dict[str, Any]:
             for name, how in getattr(model, 'peft_config', {}).items()
         },
         'classes': {name: type(thing).__name__ for name, thing in things.items()},
-        'groups': {
-            name: optimizer_state.group_names(one, names) for name, one in optimizers.items()
-        },
+        'groups': dict(zip(optimizers, optimizer_state.orders(prepared), strict=False)),
     }
 
 
@@ -210,8 +208,7 @@ def restore(prepared: Prepared, saved: Saved, *, parts: bool = False) -> None:
             try:
                 if kind == 'optimizer':
                     optimizer_state.add_groups(thing, saved.groups[name], prepared)
-                    if optimizer_state.is_by_name(state):
-                        state = optimizer_state.by_number(state, thing, names)
+                    state = optimizer_state.by_number(state, thing, names)
                     optimizer_state.load(thing, state, keep_types=keep_types)
                 else:
                     thing.load_state_dict(copy(state))  # neuraloperator takes entries out

@@ -1,6 +1,6 @@
 """What ``ctx.loop`` is given: a dataset and its settings, or a DataLoader, which has them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,10 +31,9 @@ class LoaderData(LoaderSettings):
     dataset: Any
     batch_size: int
 
-    def in_loop(self, ctx: Any, **options: Any) -> Iterator[Any]:
+    def in_loop(self, ctx: Any, **options: Any) -> Any:
         how = {name: value for name, value in vars(self).items() if name != 'dataset'}
-        loop: Iterator[Any] = ctx.loop(self.dataset, **how, **options)
-        return loop
+        return ctx.loop(self.dataset, **how, **options)
 
     def check_stream(self) -> None:
         """Raises BadInput if a stream cannot be read like this."""

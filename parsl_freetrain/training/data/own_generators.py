@@ -83,11 +83,7 @@ def seeding(value: Any) -> Callable[[int], object] | None:
         return None if shared else value.seed
     if isinstance(value, np.random.Generator):
         bits = value.bit_generator
-
-        def seed_bits(seed: int) -> None:
-            bits.state = type(bits)(seed).state
-
-        return seed_bits
+        return lambda seed: setattr(bits, 'state', type(bits)(seed).state)
     if isinstance(value, np.random.RandomState) and value is not np.random.mtrand._rand:
         return lambda seed: value.seed(seed % 2**32)
     return None

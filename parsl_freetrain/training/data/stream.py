@@ -127,18 +127,14 @@ class NumberedStream(Dataset[Any]):
             )
 
     def _set_epoch(self) -> None:
-        if callable(set_epoch := getattr(self._stream, 'set_epoch', None)):
-            set_epoch(self._pass)
+        getattr(self._stream, 'set_epoch', lambda _: None)(self._pass)
 
     def _seed_for(self, number: int) -> None:
         seed_everything(MicroBatch((), number, 0, 0.0).seed(self._seed, 'stream'))
 
 
 def _digest_of(sample: Any) -> bytes:
-    digest = hashlib.blake2b(digest_size=16)
-    for part in _bytes_of(sample):
-        digest.update(part)
-    return digest.digest()
+    return hashlib.blake2b(b''.join(_bytes_of(sample)), digest_size=16).digest()
 
 
 def _bytes_of(sample: Any) -> Iterator[bytes]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 import gc
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from inspect import CO_GENERATOR
 from itertools import groupby
@@ -20,11 +20,11 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.data.inside import parts_of
-from parsl_freetrain.training.data.loader_settings import LoaderData
-from parsl_freetrain.training.data.own_generators import own_generators
+from parsl_freetrain.training.data.stream import is_stream
 from parsl_freetrain.training.loop.caches import Caches
 from parsl_freetrain.training.loop.changes import has_own_state, is_package
 from parsl_freetrain.training.loop.held import ITEMS
+from parsl_freetrain.training.loop.loop_data import LoopCall
 from parsl_freetrain.training.loop.loss import refuse_wrong
 from parsl_freetrain.training.loop.numbers import Numbers
 from parsl_freetrain.training.loop.places import variables
@@ -88,22 +88,17 @@ def asks_for_means(hooks: LoopHooks, spec: TrainingSpec) -> bool:
     return False
 
 
-def find_generators(hooks: LoopHooks, data: LoaderData) -> None:
-    own_generators.find({'the functions': hooks.functions, **variables()})
-    own_generators.find({'the data': data.dataset, 'sampler': data.sampler})
-
-
 class Body:
-    """One loop's body. ``anew``: it begins here; ``loss``: what ``ctx.loop`` was told of it."""
+    """The body of one loop, of ``call``. ``anew``: it begins here."""
 
     def __init__(
-        self, spec: TrainingSpec, division: Division, peers: Peers, anew: bool, loss: Any
+        self, spec: TrainingSpec, division: Division, peers: Peers, anew: bool, call: LoopCall
     ) -> None:
         # DDP waits in each backward pass.
         self._together = not isinstance(spec.mode, Reproducible) and division.shape.data > 1
         parts = parts_of_batch(spec)
-        looks = loss in (None, 'sum') and parts > 1
-        self._looks, self._loss = looks and has_whole_models(spec, division, peers), loss
+        looks = call.loss in (None, 'sum') and parts > 1
+        self._looks, self._loss = looks and has_whole_models(spec, division, peers), call.loss
         self._seen = False  # a loss that is not 0
         self._divided, self._goes_on = parts > 1, dict[str, Any]()
         self._anew, self._around = anew, frame_around()
@@ -112,9 +107,9 @@ class Body:
         self._iterations = self._before = self.batches = 0  # the last: global ones
         self._shared, self._fixed = list[Space](), dict[int, Any]()
         self._show: Callable[[], object] = dict  # what is hidden is there again
-        variables = self._around.f_locals if self._around is not None else {}
-        self._read = _loaders(variables)
-        _refuse_loaders(variables, self._read)
+        self._data = call.data.dataset
+        self._read = self._loaders()
+        self._refuse_loaders()
         backward.watch()
 
     def look(self, numbers: Numbers | None, caches: Caches) -> None:
@@ -168,8 +163,30 @@ class Body:
                 '; leave samples out by a sampler or in the dataset.'
             )
         if self._around is not None and self._iterations > 1 and self.batches > 1:
-            frame, self._around = self._around, None
-            _refuse_loaders(frame.f_locals, self._read)
+            self._refuse_loaders()
+            self._around = None
+
+    def _loaders(self) -> dict[str, int]:
+        """By name: how many batches an iterator over a DataLoader has given."""
+        # Models and optimizers know their states, and data have caches.
+        known, names = (Dataset, DataLoader, torch.optim.Optimizer), dict[str, Any]()
+        if self._around is not None:
+            its = self._around.f_locals.items()
+            names = {name: one for name, one in its if not isinstance(one, known)}
+        if not is_stream(self._data):
+            names |= {f'dataset{at}': one for at, one in parts_of(self._data)}
+        found = {name: _given(one) for name, one in among(names, Iterator).items()}  # type: ignore[type-abstract]
+        return {name: given for name, given in found.items() if given is not None}
+
+    def _refuse_loaders(self) -> None:
+        for name, given in self._loaders().items():
+            if not given or given != self._read.get(name):
+                raise BadInput(
+                    f'{name} reads a DataLoader beside ctx.loop: its position would be lost at the '
+                    'end of each fragment, and its order would depend on the nodes. Give ctx.loop '
+                    'all DataLoaders: "for (x, y), (u,) in ctx.loop((labelled, unlabelled)):"; '
+                    'let a dataset make each sample from its index (no queue of patches).'
+                )
 
     def _look_at_loss(self, batch: Any, loss: Any) -> None:
         if isinstance(loss, torch.Tensor) and not loss.any():
@@ -231,25 +248,6 @@ def _has(frame: FrameType | None, batch: Any) -> bool:
     parts = [batch, *(one for _, one in parts_of(batch) if isinstance(one, torch.Tensor))]
     here = frame.f_locals.values() if frame is not None else ()
     return not {*map(id, parts)}.isdisjoint(map(id, here))
-
-
-def _loaders(variables: Mapping[str, Any]) -> dict[str, int]:
-    """By name: how many batches an iterator over a DataLoader has given."""
-    # Models and optimizers know their states, and data have caches.
-    known = Dataset, DataLoader, torch.optim.Optimizer
-    plain = {name: one for name, one in variables.items() if not isinstance(one, known)}
-    found = {name: _given(one) for name, one in among(plain, Iterator).items()}  # type: ignore[type-abstract]
-    return {name: given for name, given in found.items() if given is not None}
-
-
-def _refuse_loaders(variables: Mapping[str, Any], before: Mapping[str, int]) -> None:
-    for name, given in _loaders(variables).items():
-        if not given or given != before.get(name):
-            raise BadInput(
-                f'{name} reads a DataLoader beside ctx.loop: its position would be lost at the end '
-                'of each fragment, and its order would depend on the nodes. Give ctx.loop all '
-                'DataLoaders: "for (x, y), (u,) in ctx.loop((labelled, unlabelled)):".'
-            )
 
 
 def _given(value: Any, depth: int = 4) -> int | None:

@@ -5,6 +5,7 @@ import socket
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,6 @@ def train_here(
 
 
 def _read_all(listener: Channel[FromRank]) -> None:
-    try:
+    with suppress(EOFError):
         while True:
             listener.recv()
-    except EOFError:
-        pass

@@ -22,6 +22,7 @@ from parsl_freetrain.training.checkpoint.trainables import check_schedulers, sor
 from parsl_freetrain.training.comm import world
 from parsl_freetrain.training.data.loader import seed_alike
 from parsl_freetrain.training.data.loader_settings import LoaderData, LoaderSettings
+from parsl_freetrain.training.data.own_generators import own_generators
 from parsl_freetrain.training.loop import averages, body, loop_state, rounds, update_guard
 from parsl_freetrain.training.loop.epoch_loop import EpochLoop, PreparedLoader, data_of
 from parsl_freetrain.training.loop.evaluation import Measure, evaluate
@@ -199,7 +200,8 @@ class FragmentRun:
         how = spec.mode.seed, self.peers, max(epoch, 0), self.order.rehearsed
         source = LoopData(data, *how)
         span = self.lengths.next(there, self.state.samples, source.in_epoch, call)
-        body.find_generators(self.hooks, data)
+        own_generators.find({'the functions': self.hooks.functions, **variables()})
+        own_generators.find({'the data': data.dataset, 'sampler': data.sampler})
         self.state.reports.means.used |= body.asks_for_means(self.hooks, spec)
         over = self.state.phase is loop_state.Phase.ENDED_EARLY
         if over or (there and span.number != there.loop):
@@ -247,7 +249,7 @@ class FragmentRun:
             epoch, order = (samples - base) // in_epoch, order_at(samples - base)
             return replace(position, samples=samples, epoch=epoch, order=order)
 
-        seen = body.Body(spec, self.division, self.peers, anew, call.loss)
+        seen = body.Body(spec, self.division, self.peers, anew, call)
         around = position_at, guard, self.verification, seen, call.loss
         self.loop = TrainingLoop(self.parts, model, self.state, *around)
         return self.loop.run(batches)

@@ -1,14 +1,16 @@
 """What ``ctx.prepare`` and ``ctx.shard`` do with models, optimizers and schedulers."""
 
+import zlib
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from parsl_freetrain.core.model.errors import BadInput
+from parsl_freetrain.training.checkpoint import optimizer_state
 from parsl_freetrain.training.checkpoint.module_state import ModuleState, Structure
-from parsl_freetrain.training.checkpoint.optimizer_state import move_to_parameters
 from parsl_freetrain.training.checkpoint.trainables import Prepared, sort_out
 from parsl_freetrain.training.checkpoint.trial import try_optimizers
+from parsl_freetrain.training.comm.peers import gather
 from parsl_freetrain.training.loop.carried import Carried
 from parsl_freetrain.training.loop.rank_parts import Model, RankParts, Steps
 from parsl_freetrain.training.spec.mode import ROLLBACK, Reproducible, Scaled
@@ -63,7 +65,7 @@ def _restored(
         for tensor in own.tensors.values():
             tensor.data = tensor.data.to(parts.device)
     for optimizer in prepared.optimizers:
-        move_to_parameters(optimizer)
+        optimizer_state.move_to_parameters(optimizer)
     division.check(prepared, parts.order.spec.mode, clip_grad_norm)
     saved = parts.saved.load(prepared) if parts.saved is not None else None
     modules = ModuleState(prepared.models, saved.modules if saved is not None else None)
@@ -71,6 +73,10 @@ def _restored(
         division.restore(prepared, saved)
         modules.put_back()
     else:
+        its, optimizers = optimizer_state.orders(prepared), prepared.optimizers
+        if len(set(gather(parts.peers, zlib.crc32(repr(its).encode())))) > 1:  # those of sets
+            for optimizer, order in zip(optimizers, gather(parts.peers, its)[0], strict=False):
+                optimizer_state.put_in_order(optimizer, order, prepared)
         try_optimizers(prepared)
         division.make_equal((tensor.data for tensor in prepared.tensors()), parts.peers)
     return prepared, modules, saved.variables if saved is not None else {}

@@ -75,12 +75,14 @@ class UpdateGuard:
         self._beside = {id(value) for *_, value in self._beside_gradients()}
         self._names: list[str] = []
         self._watched: list[torch.Tensor] = []
-        known = set(map(id, (*prepared.tensors(), *kept.values())))
+        ours = set(map(id, prepared.tensors()))
+        known = ours.union(map(id, kept.values()))
         known |= {id(t) for one in prepared.averages for t in (*one.parameters(), *one.buffers())}
         if reproducible:
             self._add(prepared.called())
             self._add(prepared.called('averages'))
-            self._add((name, t) for name, t in kept.items() if is_plain(t))
+            # An average may hold the model itself (ema_pytorch's), whose buffers its passes change.
+            self._add((n, t) for n, t in kept.items() if is_plain(t) and id(t) not in ours)
         self._prepared = len(self._watched)
         for called, module in among(names, torch.nn.Module).items():
             tensors = (*module.named_parameters(), *module.named_buffers())
@@ -158,7 +160,7 @@ class UpdateGuard:
                         'its gradient (as Opacus and BackPACK do for single samples). Of a global '
                         'batch, only gradients are added up over virtual shards and ranks, so an '
                         'optimizer would find in it a part of the samples: train with max_nodes=1 '
-                        'and Reproducible(shards=1) or Throughput().'
+                        'and Reproducible(shards=1).'
                     )
             for i, before, after in zip(self._where, self._norms, self._norms_now(), strict=True):
                 if not torch.equal(before, after):

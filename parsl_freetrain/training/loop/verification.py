@@ -10,6 +10,7 @@ import zlib
 from collections import ChainMap
 from contextlib import suppress
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -283,9 +284,9 @@ class Verification:
                         f'before it was {then.reports[name]}; what is trained is the same.'
                     )
             return
-        known = (*vars(self._prepared).values(), *self._prepared.models)
-        each = [one for several in known for one in _each(several)]
-        found = unknown_state.unknown(variables(self._hooks.functions), each, self._variables)
+        known = [*chain(*vars(self._prepared).values()), *self._prepared.tensors()]
+        known += [each for model in self._prepared.models for each in model.modules()]
+        found = unknown_state.unknown(variables(self._hooks.functions), known, self._variables)
         both = then.numbers.keys() & now.numbers.keys()
         sizes = [(name, then.numbers[name], now.numbers[name]) for name in sorted(both)]
         made = [f'{name} was {one:.7g} and is {two:.7g}' for name, one, two in sizes if one != two]
@@ -318,9 +319,3 @@ def _norm(tensor: torch.Tensor) -> torch.Tensor:
     kind = torch.float64 if tensor.device.type == 'cpu' else torch.float32
     norm: torch.Tensor = torch.linalg.vector_norm(as_plain(local(tensor)), dtype=kind)
     return norm
-
-
-def _each(value: Any) -> tuple[Any, ...]:
-    if isinstance(value, torch.nn.Module):
-        return (value, *value.modules(), *value.parameters(), *value.buffers())
-    return tuple(value)

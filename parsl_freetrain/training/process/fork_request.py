@@ -77,9 +77,10 @@ def take_effect(request: ForkServerWanted, started_with: Mapping[str, str]) -> N
 
 def start_environment() -> dict[str, str]:
     """This process's environment, with our modules, and safe for forks."""
-    # numpy's threads would not survive a fork; the order sets the ranks' torch threads.
+    # A set of texts, as of a vocabulary's words, has the same order on all nodes. numpy's threads
+    # would not survive a fork; the order sets the ranks' torch threads.
     path = os.pathsep.join(_absolute_path())
-    return {**os.environ, 'PYTHONPATH': path, 'OPENBLAS_NUM_THREADS': '1'}
+    return {'PYTHONHASHSEED': '0', **os.environ, 'PYTHONPATH': path, 'OPENBLAS_NUM_THREADS': '1'}
 
 
 def _absolute_path() -> list[str]:

@@ -138,6 +138,24 @@ def reads_beside(ctx: FragmentContext, model: Any, optimizer: Any) -> None:
         step(model, optimizer, x)
 
 
+class Queue(Dataset[Any]):
+    """As torchio's: what is asked for makes no difference."""
+
+    def __init__(self) -> None:
+        self.source = iter(DataLoader(DATA))
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> Any:
+        return next(self.source)[0]
+
+
+def reads_a_queue(ctx: FragmentContext, model: Any, optimizer: Any) -> None:
+    for x in ctx.loop(Queue(), 8):
+        step(model, optimizer, x[:, 0])
+
+
 def prefetched(batches: Any) -> Iterator[Any]:
     before = next(batches)
     for now in batches:
@@ -178,6 +196,7 @@ def body(ctx: FragmentContext, function: Callable[..., None]) -> None:
     ('function', 'sentence', 'options'),
     [
         (reads_beside, 'others reads a DataLoader beside ctx.loop', {}),
+        (reads_a_queue, 'dataset.source reads a DataLoader', {}),
         (prefetches, 'If something looks ahead in it, leave that out', {}),
         (adds_up, 'is a sum over samples', {}),
         (only_looks, 'not reach all', TWO),

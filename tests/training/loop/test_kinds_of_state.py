@@ -2,6 +2,7 @@
 
 import copy
 import os
+import random
 import signal
 import time
 from argparse import Namespace
@@ -641,7 +642,7 @@ class Shadow:
 def kept(ctx: FragmentContext) -> list[Any]:
     """Two are given to ctx.keep, one of them a module around the model; one is in a variable."""
     torch.manual_seed(1)
-    raw = nn.Linear(4, 1)
+    raw = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 1))  # has buffers
     model, optimizer = ctx.prepare(raw, sgd(raw))
     own = ctx.keep(Shadow(model))
     found, module = Shadow(model), ctx.keep(nn.ModuleList([raw, nn.BatchNorm1d(1)]))
@@ -652,6 +653,16 @@ def kept(ctx: FragmentContext) -> list[Any]:
     assert all(map(torch.equal, own.tensors, found.tensors))
     sums = [round(t.sum().item(), 3) for t in (*own.tensors, *module.buffers())]
     return [own.steps, found.steps, sums]
+
+
+def in_any_order(ctx: FragmentContext) -> None:
+    """The optimizer's parameters are from a set, whose order differs from process to process."""
+    torch.manual_seed(1)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)), nn.Linear(4, 1))
+    own = [*model.parameters()]
+    random.Random(os.getpid()).shuffle(own)
+    model, optimizer = ctx.prepare(model, torch.optim.SGD(own, 0.01, momentum=0.9))
+    fit(ctx, lambda x, y: F.mse_loss(model(x), y), optimizer)
 
 
 def handler_of_its_own(ctx: FragmentContext) -> None:
@@ -1035,6 +1046,7 @@ def target_of_a_loss(ctx: FragmentContext) -> None:
         (between_loops, 'reproducible'),
         (snapshots, 'reproducible'),
         (kept, 'reproducible'),
+        (in_any_order, 'reproducible'),
         (first_pass, 'reproducible'),
         (target_of_a_loss, 'reproducible'),
         (optimizers_that_share, 'reproducible'),

@@ -70,6 +70,7 @@ def look_around(ctx: FragmentContext) -> None:
         'module': importlib.import_module('only_of_the_asker').WHO,
         'threads': os.environ.get('OMP_NUM_THREADS'),
         'numpy_threads': os.environ['OPENBLAS_NUM_THREADS'],
+        'order_of_sets': os.environ['PYTHONHASHSEED'],
         'path': os.environ['PYTHONPATH'].split(':') == sys.path,
     }
     raise LookupError(json.dumps(found))
@@ -289,6 +290,7 @@ def test_a_forked_parent_is_as_if_the_asker_had_started_it(
             'cpus': [min(os.sched_getaffinity(0))],
             'module': node,
             'numpy_threads': '1',
+            'order_of_sets': '0',
         }
 
 
