@@ -224,7 +224,8 @@ class InFragments(_Any, metaclass=_Order):
         """Of an optimizer that evaluates an average of the weights (schedule-free), and trains
         others.
         """
-        getattr(self.optimizer, mode, lambda: None)()
+        if callable(change := getattr(self.optimizer, mode, None)):
+            change()
 
     def _steps_in_all(self, read: LoaderData) -> int:
         args = self.args

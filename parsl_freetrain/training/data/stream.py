@@ -127,7 +127,8 @@ class NumberedStream(Dataset[Any]):
             )
 
     def _set_epoch(self) -> None:
-        getattr(self._stream, 'set_epoch', lambda _: None)(self._pass)
+        if callable(set_epoch := getattr(self._stream, 'set_epoch', None)):
+            set_epoch(self._pass)
 
     def _seed_for(self, number: int) -> None:
         seed_everything(MicroBatch((), number, 0, 0.0).seed(self._seed, 'stream'))
