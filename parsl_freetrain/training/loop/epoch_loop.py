@@ -53,7 +53,8 @@ class EpochLoop:
         self._model.carried.put_back('epoch')
         self._model.carried.begin_epoch()
         while not self._state.loop_over:
-            self._place, self.before = _Place.BEFORE_LOOP, self._now()
+            # Only the first epoch of a fragment may have begun before it.
+            self._place, self.before = _Place.BEFORE_LOOP, self._now(bits=not self._data)
             if isinstance(self._mode, Reproducible):
                 seed_alike(self._state.epoch, self._mode.seed, 'before an epoch')
             self._state.between_epochs_s = -time.monotonic()
@@ -149,8 +150,8 @@ class EpochLoop:
             'itself; say ctx.finish_early(reason) in it where the training is good enough.'
         )
 
-    def _now(self) -> Surroundings:
-        return around_models(self._state, self._model.prepared)
+    def _now(self, *, bits: bool = False) -> Surroundings:
+        return around_models(self._state, self._model.prepared, bits=bits)
 
 
 class PreparedLoader:

@@ -105,7 +105,7 @@ class FragmentRun:
             if self.parts.place.world_size > 1:
                 world.hide()
         if self.saved is not None:
-            self._at_prepare = around_models(self.state, prepared)
+            self._at_prepare = around_models(self.state, prepared, bits=True)
         self.verification = Verification(self.parts, self.model, self.state)
         steps.before_step.append(self.verification.gradients)
         steps.before_step.append(self._before_step)

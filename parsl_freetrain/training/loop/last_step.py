@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint import transport_memory
 from parsl_freetrain.training.checkpoint.block_digests import digest_of_blocks
 from parsl_freetrain.training.checkpoint.fault_hooks import saving
 from parsl_freetrain.training.checkpoint.flatten import same
+from parsl_freetrain.training.checkpoint.local_shard import local
 from parsl_freetrain.training.checkpoint.parts import contents_of, file_of
 from parsl_freetrain.training.checkpoint.state import Source, State
 from parsl_freetrain.training.checkpoint.trainables import Prepared
@@ -22,6 +24,7 @@ from parsl_freetrain.training.loop.rank_parts import Model, RankParts
 from parsl_freetrain.training.loop.save_timing import AHEAD_S
 from parsl_freetrain.training.spec.fork_messages import OfferState
 from parsl_freetrain.training.spec.messages import LeavingState, StateLeft
+from parsl_freetrain.training.steps.bit_sums import bit_sums
 from parsl_freetrain.training.steps.buffers import copy_all, plain_buffers
 
 
@@ -40,6 +43,7 @@ class Surroundings:
     versions: list[int]
     variables: dict[str, Any] | None = None  # of the function; None: not copied
     settings: dict[str, Any] | None = None  # of modules
+    bits: list[int] | None = None  # of parameters and optimizers; None: not looked at
 
     def put_back(self, state: LoopState, prepared: Prepared) -> bool:
         """False: there are other buffers now, which were left as they are."""
@@ -52,7 +56,7 @@ class Surroundings:
         for thing, its in self.states:
             thing.load_state_dict(its)
         buffers = _buffers(prepared)
-        if alike := _alike(self.buffers, buffers):
+        if alike := [one.shape for one in self.buffers] == [one.shape for one in buffers]:
             copy_all(buffers, self.buffers)
         return alike
 
@@ -151,7 +155,9 @@ class LastStep:
         return end.put_back(state, prepared)
 
 
-def around_models(state: LoopState, prepared: Prepared, *, averages: bool = False) -> Surroundings:
+def around_models(
+    state: LoopState, prepared: Prepared, *, averages: bool = False, bits: bool = False
+) -> Surroundings:
     """What surrounds the models now; raises BadInput if ctx.state cannot be saved."""
     buffers = _buffers(prepared)
     kept = [torch.empty_like(buffer) for buffer in buffers]
@@ -170,29 +176,38 @@ def around_models(state: LoopState, prepared: Prepared, *, averages: bool = Fals
         [(thing, copy.deepcopy(thing.state_dict())) for thing in things],
         kept,
         versions(prepared, averages=True),
+        bits=_bits(prepared) if bits else None,
     )
+
+
+def _bits(prepared: Prepared) -> list[int]:
+    """Of parameters and optimizers: they show changes of ``parameter.data``, too."""
+    states = [[*one.state.values()] for one in prepared.optimizers]
+    held = tree_leaves(([one for _, one in prepared.named_parameters()], states))
+    tensors = [local(one) for one in held if isinstance(one, torch.Tensor)]
+    return bit_sums(tensors, tensors[0].device).tolist()
 
 
 def put_back_changes(
     before: Surroundings, state: LoopState, model: Model, saved: Source, peers: Peers
 ) -> None:
     """Undo the function's changes since ``before``: a fragment has repeated them."""
-    now = around_models(state, model.prepared)
-    alike = before.versions == now.versions and _alike(before.buffers, now.buffers)
-    alike = alike and all(map(torch.equal, before.buffers, now.buffers))
-    if on_any_rank(
-        peers, not alike or not same((before.groups, before.states), (now.groups, now.states))
-    ):
+    now, prepared = around_models(state, model.prepared, bits=True), model.prepared
+    alike = before.versions == now.versions and same(before.buffers, now.buffers)
+    then = before.bits, before.groups, before.states
+    if on_any_rank(peers, not (alike and same(then, (now.bits, now.groups, now.states)))):
         print('What the function changed again before ctx.loop is put back.')
-        model.division.restore(model.prepared, saved.load(model.prepared))
+        model.division.restore(prepared, saved.load(prepared))
+        if on_any_rank(peers, _bits(prepared) != before.bits):  # it may share memory with ``saved``
+            raise BadInput(
+                'Between ctx.prepare and ctx.loop, the function changes tensors of an optimizer, '
+                'and each fragment would do so again: do it only where training begins, in '
+                '"if not ctx.samples:", or at the end of an epoch, in ctx.each_epoch(fn).'
+            )
 
 
 def _buffers(prepared: Prepared) -> list[torch.Tensor]:
     return [buffer for model in prepared.models for buffer in plain_buffers(model)]
-
-
-def _alike(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    return [tensor.shape for tensor in some] == [tensor.shape for tensor in others]
 
 
 def versions(prepared: Prepared, *, averages: bool = False) -> list[int]:

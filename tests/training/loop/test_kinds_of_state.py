@@ -28,6 +28,7 @@ from parsl_freetrain import FragmentContext, Throughput, load_weights
 from parsl_freetrain.training.process.fork_client import ForkClient
 from tests.support.cuts import refused, trained
 from tests.support.examples import in_this_process, refused_here
+from tests.support.ranks import order, ranks
 
 X = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
 DATA = TensorDataset(X, X[:, :1] * 3)
@@ -224,6 +225,15 @@ def set_before_the_loop(ctx: FragmentContext) -> None:
     model.load_state_dict({**state, **{f'body.{name}': one for name, one in pretrained.items()}})
     optimizer.param_groups[0]['lr'] = 0.05
     ctx.each_epoch(lambda: optimizer.param_groups[0].update(lr=0.01))
+    fit(ctx, lambda x, y: F.mse_loss(model(x), y), optimizer)
+
+
+def momentum_begins_anew(ctx: FragmentContext, in_place: bool = False) -> None:
+    model, optimizer = ctx.prepare(net := Net(), sgd(net))
+    model.head.weight.data.mul_(2.0)
+    for its in optimizer.state.values() if in_place else ():
+        its['momentum_buffer'].zero_()
+    optimizer.state.clear()
     fit(ctx, lambda x, y: F.mse_loss(model(x), y), optimizer)
 
 
@@ -1054,6 +1064,7 @@ def target_of_a_loss(ctx: FragmentContext) -> None:
         (changed_before_each_epoch, 'reproducible'),
         (handler_of_its_own, 'reproducible'),
         (set_before_the_loop, 'throughput'),
+        (momentum_begins_anew, 'throughput'),
         (by_methods, 'throughput'),
         (models_that_share, 'throughput'),
         (with_a_closure, 'throughput'),
@@ -1077,6 +1088,16 @@ def test_the_weights_depend_on_neither_cuts_nor_ranks(
             assert torch.equal(weight.to_dense(), second[name].to_dense()), name
         else:
             torch.testing.assert_close(weight, second[name], rtol=1e-4, atol=1e-4)
+
+
+def test_tensors_of_an_optimizer_changed_before_the_loop(
+    fork_server: ForkClient, tmp_path: Path
+) -> None:
+    how: dict[str, Any] = {'mode': 'throughput', 'total_samples': TOTAL, 'trainer': 'cut'}
+    with ranks(fork_server, order(tmp_path, 1, **how), 1, tmp_path, momentum_begins_anew) as gang:
+        assert gang.run()[0].how == 'stopped'
+    said = refused(fork_server, tmp_path, momentum_begins_anew, True, fragment=2, **how)
+    assert 'in "if not ctx.samples:"' in said
 
 
 def test_gradients_of_a_rank_are_not_clipped(fork_server: ForkClient, tmp_path: Path) -> None:
