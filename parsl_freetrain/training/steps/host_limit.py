@@ -1,7 +1,5 @@
 """Whether a device waits for Python, which launches its operations."""
 
-import math
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,17 +20,9 @@ class HostLimit:
     """
 
     def __init__(
-        self,
-        shards: int,
-        *,
-        on: bool,
-        compiled: Callable[[], bool] | None = None,
-        say: Callable[[str], None] = print,
-        device: Any = torch.cuda,
-        clock: Callable[[], float] = time.perf_counter,
+        self, *, on: bool, device: Any = torch.cuda, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self._shards, self._say, self._device, self._clock = shards, say, device, clock
-        self._compiled = compiled or compiles
+        self._device, self._clock = device, clock
         self._on, self._number, self._began = on, 0, 0.0
         self._took: list[float] = []
         self._events: list[Any] = []
@@ -47,8 +37,8 @@ class HostLimit:
             self._device._sleep(int(_CYCLES * min(_SPARE * min(self._took), _MOST_S)))
             self._events[0].record()
 
-    def end(self, passes: int, samples: int) -> None:
-        """Call after it; ``passes``: of this rank in a step, of up to so many ``samples`` each."""
+    def end(self) -> None:
+        """Call after it."""
         if not self._on:
             return
         if _WARM_UP < self._number < _LOOKED_AT:
@@ -60,27 +50,9 @@ class HostLimit:
             python_s = min(self._took)
             device_s = self._events[0].elapsed_time(self._events[1]) / 1e3
             if python_s > _FACTOR * device_s:
-                self._tell(python_s, device_s, passes, samples)
-
-    def _tell(self, python_s: float, device_s: float, passes: int, samples: int) -> None:
-        # A rank needs a shard.
-        fewest, enough = -(-self._shards // passes), self._shards * _FACTOR * device_s / python_s
-        ways = []
-        if passes > 1:
-            fewer = max(2 ** math.floor(math.log2(max(enough, 1))), fewest)
-            ways.append(f'mode=Reproducible(shards={fewer}) makes fewer and larger passes')
-        if not self._compiled():
-            ways.append('torch.compile(model) makes fewer operations')
-        if passes == 1 or enough < fewest:
-            ways.append('larger batches make larger passes')
-        self._say(
-            f'The device waits for Python, which launches its operations: a forward and backward '
-            f'pass of {samples} samples, of which this rank has {passes} in a step, takes Python '
-            f'{1e3 * python_s:.3g} ms and the device {1e3 * device_s:.3g} ms: {", ".join(ways)}.'
-        )
-
-
-def compiles() -> bool:
-    """Whether torch has compiled something in this process."""
-    compiler: Any = sys.modules.get('torch._dynamo.utils')
-    return compiler is not None and compiler.counters['frames']['ok'] > 0
+                print(
+                    'The device waits for Python, which launches its operations: a forward and '
+                    f'backward pass takes Python {1e3 * python_s:.3g} ms and the device '
+                    f'{1e3 * device_s:.3g} ms: use fewer virtual shards, '
+                    'torch.compile(model) or larger batches.'
+                )
