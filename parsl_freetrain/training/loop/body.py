@@ -22,7 +22,7 @@ from parsl_freetrain.training.comm.peers import Peers
 from parsl_freetrain.training.data.inside import parts_of
 from parsl_freetrain.training.data.stream import is_stream
 from parsl_freetrain.training.loop.caches import Caches
-from parsl_freetrain.training.loop.changes import has_own_state, is_package
+from parsl_freetrain.training.loop.changes import has_own_state, is_library, is_package
 from parsl_freetrain.training.loop.held import ITEMS
 from parsl_freetrain.training.loop.loop_data import LoopCall
 from parsl_freetrain.training.loop.loss import refuse_wrong
@@ -94,9 +94,10 @@ class Body:
     def __init__(
         self, spec: TrainingSpec, division: Division, peers: Peers, anew: bool, call: LoopCall
     ) -> None:
-        # DDP waits in each backward pass.
-        self._together = not isinstance(spec.mode, Reproducible) and division.shape.data > 1
         parts = parts_of_batch(spec)
+        # DDP waits in each backward pass, if not here, then on other nodes.
+        several = max(parts, peers.world_size) > 1
+        self._together = several and not isinstance(spec.mode, Reproducible)
         looks = call.loss in (None, 'sum') and parts > 1
         self._looks, self._loss = looks and has_whole_models(spec, division, peers), call.loss
         self._seen = False  # a loss that is not 0
@@ -149,8 +150,8 @@ class Body:
         trained = backward.calls > self._before
         if self._together and not trained:
             raise BadInput(
-                'An iteration of ctx.loop ended without backward() on this rank, for which the '
-                'other ranks wait: train every batch, with a loss times 0 where it is to be '
+                'An iteration of ctx.loop ended without backward() on this rank, for which other '
+                'ranks wait: train every batch, with a loss times 0 where it is to be '
                 'skipped, and leave samples out by a sampler or in the dataset.'
             )
         asked, self._asked = self._asked, None
@@ -231,6 +232,21 @@ def _going_on(code: CodeType, at: int) -> set[str]:
             first.setdefault(name, loads)
             (used if loads else stored).add(name) if number or not to_itself else None
     return {name for name in used & stored if first[name]}
+
+
+def alone(batches: Iterator[Any]) -> Iterator[Any]:
+    """Those of all epochs; BadInput if ``for``, which begins anew, repeats or counts them."""
+    for code, at in ((frame.f_code, frame.f_lasti) for frame in frames()):
+        if is_library(code.co_filename):
+            break  # its loops may end in another way
+        steps = dis.get_instructions(code)
+        if any(s.opname == 'FOR_ITER' and s.offset < at < s.argval for s in steps):
+            raise BadInput(
+                f'ctx.loop is within a for loop of {code.co_name}, and goes over all epochs '
+                'itself: leave out the loop around it, or write that as "for epoch in '
+                'ctx.epochs():"; of several parts each states epochs= or samples=.'
+            )
+    yield from batches
 
 
 def _asker() -> tuple[FrameType | None, int]:

@@ -252,7 +252,9 @@ class FragmentRun:
         seen = body.Body(spec, self.division, self.peers, anew, call)
         around = position_at, guard, self.verification, seen, call.loss
         self.loop = TrainingLoop(self.parts, model, self.state, *around)
-        return self.loop.run(batches)
+        self._running = self.loop.run(batches)
+        alone = anew and self._epochs is None and span.length == span.total
+        return body.alone(self._running) if alone else self._running
 
     def _tell_total(self, total: int) -> None:
         self.state.total_samples = total
@@ -343,8 +345,9 @@ class FragmentRun:
     def _left_early(self) -> str:
         return (
             f'The function left ctx.loop after {self.state.samples} of {self.state.total_samples} '
-            'samples: let the loop end by itself; say ctx.finish_early(reason) where the training '
-            'is good enough, or state a smaller total.'
+            'samples, or called it again: let it end by itself (a global batch may have several '
+            'passes), and give it several DataLoaders at once, as in ctx.loop((first, other)); say '
+            'ctx.finish_early(reason) where the training is good enough, or state a smaller total.'
         )
 
     def finish(self, returned: object) -> None:
@@ -359,11 +362,11 @@ class FragmentRun:
                 'The function returned without ctx.loop: train in "for batch in '
                 'ctx.loop(dataset, batch_size):".'
             )
-        at_end = self.state.samples == self.state.total_samples
-        phase = self.state.phase
-        if phase is not loop_state.Phase.ENDED_EARLY and not (
-            phase is loop_state.Phase.LOOP_ENDED and at_end
-        ):
+        at_last = self.state.reached == self.state.total_samples and self._epochs is None
+        if at_last and self.state.phase is loop_state.Phase.TRAINING:
+            next(self._running, None)  # what counts steps itself has not asked for the end
+        ended = self.state.samples == self.state.total_samples and self.state.loop_over
+        if not (ended or self.state.phase is loop_state.Phase.ENDED_EARLY):
             raise BadInput(self._left_early())
         self.state.result = loop_state.plain_text(returned)
         self.loop.save_last()

@@ -107,12 +107,6 @@ class LoopLengths:
             own = sample_order.samples_in(epochs, in_epoch) if epochs is not None else None
             self._epochs_before += left if epochs is None else epochs
         length = total - base if own is None else own
-        if own is None and total == base:
-            raise BadInput(
-                f'ctx.loop was called again when all {total} samples had been trained: it goes '
-                'over all epochs itself. Leave out the loop over epochs around it, or write that '
-                'as for epoch in ctx.epochs().'
-            )
         if not 0 < length <= total - base:
             raise BadInput(
                 f'ctx.loop was to train {length} samples, but {total - base} of the total of '

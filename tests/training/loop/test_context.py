@@ -13,8 +13,8 @@ from torch.utils.data import TensorDataset
 
 from parsl_freetrain import FragmentContext
 from parsl_freetrain.training.process.fork_client import ForkClient
-from tests.support.cuts import made
-from tests.support.examples import refused_here
+from tests.support.cuts import made, step
+from tests.support.examples import in_this_process, refused_here
 from tests.support.ranks import in_ranks
 
 DATA = TensorDataset(torch.arange(16.0).reshape(8, 2))
@@ -41,6 +41,20 @@ def fit(
 def loops_too_often(ctx: FragmentContext) -> None:
     fit(ctx)
     ctx.loop(DATA, 4)
+
+
+def loops_by_range(ctx: FragmentContext) -> None:
+    batches, (model, optimizer) = ctx.loop, made(ctx)
+    for _ in range(4):
+        for (x,) in batches(DATA, 4):
+            step(model, optimizer, x)
+
+
+def counts_by_range(ctx: FragmentContext) -> None:
+    model, optimizer = made(ctx)
+    batches = iter(ctx.loop(DATA, 4))
+    for _ in range(4):
+        step(model, optimizer, next(batches)[0])
 
 
 def loops_within_a_loop(ctx: FragmentContext) -> None:
@@ -101,8 +115,10 @@ MISTAKES: dict[str, Callable[[Any], object]] = {
     'was given no torch.optim.Optimizer': lambda ctx: ctx.prepare(nn.Linear(2, 1)),
     'was given LBFGS, which computes the loss several': has_an_optimizer_that_needs_a_closure,
     'before ctx.prepare': lambda ctx: ctx.loop(DATA, 4),
-    'write that as for epoch in ctx.epochs()': loops_too_often,
-    'left ctx.loop after 0 of 16 samples': loops_within_a_loop,
+    'was to train 0 samples, but 0 of the total of 16 are left': loops_too_often,
+    'within a for loop of loops_by_range, and goes over all epochs': loops_by_range,
+    'within a for loop of counts_by_range, and goes over all epochs': counts_by_range,
+    'left ctx.loop after 0 of 16 samples, or called it again': loops_within_a_loop,
     'ended without a single optimizer.step()': never_steps,
     'returned without ctx.loop': lambda ctx: made(ctx) and None,
     'left ctx.loop after 4 of 16 samples': lambda ctx: fit(ctx, leaves=True),
@@ -123,6 +139,16 @@ MISTAKES: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize('sentence', MISTAKES)
 def test_a_mistake_gets_a_sentence(sentence: str) -> None:
     assert sentence in refused_here(MISTAKES[sentence], total_samples=16)
+
+
+def test_what_counts_steps_itself_may_leave_in_the_last_one() -> None:
+    def train(ctx: FragmentContext) -> None:
+        (model, optimizer), batches, done = made(ctx), iter(ctx.loop(DATA, 4)), 0
+        while done < 4:
+            step(model, optimizer, next(batches)[0])
+            done += 1
+
+    assert in_this_process(train, total_samples=16, shards=1)[0].samples == 16
 
 
 def test_what_needs_ranks_gets_a_sentence(fork_server: ForkClient, tmp_path: Path) -> None:
