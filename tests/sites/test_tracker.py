@@ -221,7 +221,7 @@ def test_why_a_block_never_starts_is_said(
     job = BatchJob(BLOCK.job_id, JobState.PENDING, 'batch', 1, reason='QOSMaxNodePerUserLimit')
     scheduler.queue, scheduler.now = (replace(job, blocked=True),), BLOCK.start_by_s + 1.0
     tracker.statuses([BLOCK.job_id])
-    assert 'Scripted does not start it: QOSMaxNodePerUserLimit' in caplog.text
+    assert 'did not start: Scripted says QOSMaxNodePerUserLimit' in caplog.text
 
 
 def test_how_long_a_start_takes_is_measured(scheduler: Scripted, tracker: BlockTracker) -> None:

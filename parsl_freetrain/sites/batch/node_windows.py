@@ -34,10 +34,12 @@ class Wanted:
         )
 
     def lacking(self, nodes: Iterable[records.Nodes]) -> str:
-        """Why no node of the queue can be used, whatever its state; empty: some can."""
+        """Why no node of the queue can be used, now or whatever its state; empty: some can."""
         here = [group for group in nodes if group.partition == self.partition and group.names]
-        if any(group.have(self.features, self.gpus) for group in here):
-            return ''
+        if fit := [group for group in here if group.have(self.features, self.gpus)]:
+            states = ', '.join(sorted({group.state + group.marks for group in fit}))
+            down = all(group.broken for group in fit)
+            return f'no node of the queue {self.partition!r} is up: {states}' if down else ''
         none = f'no node of the queue {self.partition!r} has'
         if here and (most := max(group.gpus for group in here)) < self.gpus:
             return f'gpus_per_node is {self.gpus}, and {none} more than {most} GPUs'

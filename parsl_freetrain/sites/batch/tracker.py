@@ -307,8 +307,7 @@ class BlockTracker:
             taken = self._blocks.taken(self._options.requeue)
         for job in snapshot.jobs:
             if job.job_id in late and (job.blocked or job.state is JobState.HELD) and job.reason:
-                why = f'{self._scheduler.label} does not start it: {job.reason}'
-                warn_once(f'A block is withdrawn, and others may be. {why}')
+                warn_once(f'A block did not start: {self._scheduler.label} says {job.reason}')
         if not self.watch.failures:
             self._try_to_cancel(list(dict.fromkeys(late)), withdrawn=True)
             self._try_to_cancel(taken, taken=True)

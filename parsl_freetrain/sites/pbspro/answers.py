@@ -52,6 +52,7 @@ _BLOCKED = re.compile(
     '|Dedicated time|Job will |Job would cross |Job would exceed |Job exceeds |Job is under '
     "|Job has zero shares|Not enough total nodes|can't fit in the largest placement set)"
 )
+_LEAST = {rc.JobState.PENDING: 'min_walltime'}  # PBS may shorten a job when it starts
 _NAMES = 'host', 'vnode'
 _RANK = 4096.0  # more than the priorities of two jobs can differ
 _SIZE = re.compile(r'(\d+(?:\.\d+)?)([kmgtp]?)([bw]?)', re.IGNORECASE)
@@ -102,7 +103,7 @@ def _job(
         state = rc.JobState.HELD  # all of its jobs run, or as many as may
     start_s = end_s = limit_s = None
     with suppress(ValueError):  # none, or a word for that
-        limit_s = rc.seconds_of(resources.get('walltime') or '')
+        limit_s = rc.seconds_of(resources.get(_LEAST.get(state)) or resources.get('walltime') or '')
     planned: tuple[str, ...] = ()
     if letter in ('Q', 'B') and 'start_time' in (estimate := job.get('estimated') or {}):
         with suppress(ValueError):  # no time yet

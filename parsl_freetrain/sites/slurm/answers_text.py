@@ -309,9 +309,8 @@ def as_it_shares(job: rc.BatchJob, with_memory: bool) -> rc.BatchJob:
     """A job that asks for Gres that are not counted here gets whole nodes, as does one without a
     size of its memory where memory is given to jobs (``with_memory``): it has all of it.
     """
-    counted = not any(word.startswith('gres/') for each in job.features for word in each)
-    shares = counted and (job.memory > 0 or not with_memory)
-    return job if shares else replace(job, cpus=0)
+    whole = any(word.startswith('gres/') for each in job.features for word in each)
+    return replace(job, cpus=0) if whole or (with_memory and not job.memory) else job
 
 
 def _lines(answer: str, command: str) -> list[str]:

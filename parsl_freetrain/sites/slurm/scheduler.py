@@ -53,15 +53,12 @@ class Slurm:
         self._kinds: set[tuple[str, int, tuple[str, ...]]] = set()  # of nodes
         self._shrinks = options.shrink_blocks
         self._config: str | None = None
-        self._memory_shared = False
 
     def queue(self) -> records.Partition:
         partitions = answers_text.parse_partitions(self.client.ask(answers_text.PARTITIONS))
         self._tiers = {name: partition.tier for name, partition in partitions.items()}
         if self._config is None:
             self._config = self.client.run(answers_text.CONFIG).stdout
-            memory = r'^SelectTypeParameters\s*=.*MEMORY'
-            self._memory_shared = re.search(memory, self._config, re.MULTILINE) is not None
         if self._shrinks is None:
             self._shrinks = answers_text.can_shrink(self._config)
         hidden = re.search(r'^PrivateData\s*=.*\bjobs\b', self._config, re.MULTILINE) is not None
@@ -76,7 +73,8 @@ class Slurm:
             jobs = answers_json.parse_jobs(self.client.ask(answers_json.JOBS))
         else:
             jobs = self._jobs_as_text()
-        shared = (answers_text.as_it_shares(job, self._memory_shared) for job in jobs)
+        memory = re.search(r'^SelectTypeParameters\s*=.*MEMORY', self._config or '', re.MULTILINE)
+        shared = (answers_text.as_it_shares(job, memory is not None) for job in jobs)
         return tuple(
             self._ranked(job) if job.state is records.JobState.PENDING else job for job in shared
         )

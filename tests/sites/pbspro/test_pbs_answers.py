@@ -391,6 +391,10 @@ def test_a_job_says_how_long_it_is_and_how_many_of_an_array_may_start() -> None:
     """Without that, nodes of ours that a short job could have before a planned one were kept."""
     [job] = jobs(job_state='Q')
     assert (job.limit_s, job.tasks) == (3600.0, 1)
+    # One that may be shortened starts as soon as its minimum fits; its walltime is the queue's.
+    both = {'nodect': 2, 'walltime': '01:00:00', 'min_walltime': '00:05:00'}
+    limits_s = [jobs(job_state=state, Resource_List=both)[0].limit_s for state in 'QR']
+    assert limits_s == [300.0, 3600.0]
     for queued, running, most, tasks, state in (
         (3, 2, 99, 3, 'PENDING'),
         (0, 2, 99, 1, 'HELD'),

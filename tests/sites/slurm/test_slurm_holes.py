@@ -102,6 +102,13 @@ def test_only_nodes_that_fit_count() -> None:
     ) == {'a', 'c'}
 
 
+def test_nodes_that_are_all_down_or_asleep_are_named_as_the_reason() -> None:
+    """Slurm would wake those of a cloud for a job, and no block is submitted for them."""
+    asleep = idle('a', marks='~'), idle('b', state='drained'), idle('c', partition='other')
+    assert ANY.lacking(asleep) == "no node of the queue 'batch' is up: drained, idle~"
+    assert ANY.lacking([*asleep, idle('d', state='allocated')]) == ''
+
+
 def test_a_plan_without_nodes_bounds_its_whole_partition() -> None:
     groups = [idle('a', 'b'), idle('a', partition='debug')]
     assert until(groups, [planned(1400, partition='debug')]) == {'a': 1400, 'b': math.inf}
