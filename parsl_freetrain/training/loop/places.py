@@ -25,8 +25,7 @@ from parsl_freetrain.training.loop.unknown_state import frames, is_users
 GLOBAL = 'global:'
 _MOST, _ITEMS = 20_000, 64
 OF_TORCH = {*vars(torch.nn.Module())}
-_ENDS = ('RETURN_VALUE', 'RETURN_CONST', 'RAISE_VARARGS', 'RERAISE')
-_JUMPS = ('JUMP_FORWARD', 'JUMP_BACKWARD', 'JUMP_BACKWARD_NO_INTERRUPT')
+_ENDS = 'RETURN_VALUE', 'RETURN_CONST', 'RAISE_VARARGS', 'RERAISE', 'JUMP_FORWARD', 'JUMP_BACKWARD'
 
 
 @dataclass(frozen=True)
@@ -221,45 +220,46 @@ def _names(code: CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*inner)
 
 
-@lru_cache(maxsize=256)
 def live_names(code: CodeType, at: int) -> frozenset[str]:
     """Variables that may be read from an instruction on; shared ones always count."""
+    # In a call, a frame is at the memory of the instruction, which is behind it.
+    here = max((offset for offset in _live(code) if offset <= at), default=0)
+    return _live(code)[here].union(code.co_cellvars, code.co_freevars)
+
+
+@lru_cache(maxsize=256)
+def _live(code: CodeType) -> dict[int, frozenset[str]]:
+    """By the offset of each instruction, the local variables that may be read from it on."""
     steps = list(dis.get_instructions(code))
     place = {step.offset: i for i, step in enumerate(steps)}
-    after: list[list[int]] = []
+    after, uses = list[list[int]](), list[list[tuple[str, Any]]]()
     for i, step in enumerate(steps):
-        jumps = step.opcode in dis.hasjrel or step.opcode in dis.hasjabs
-        then = [place[step.argval]] if jumps else []
-        if step.opname not in (*_ENDS, *_JUMPS) and i + 1 < len(steps):
+        then = [place[step.argval]] if step.opcode in (*dis.hasjrel, *dis.hasjabs) else []
+        if not step.opname.startswith(_ENDS) and i + 1 < len(steps):
             then.append(i + 1)
         after.append(then)
+        kinds = re.findall(r'(LOAD|STORE|DELETE)_FAST', step.opname)
+        names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+        uses.append([*zip(kinds, names, strict=False)][::-1])
     for entry in dis.Bytecode(code).exception_entries:  # type: ignore[attr-defined]
-        for offset in range(entry.start, entry.end, 2):
-            if offset in place:
-                after[place[offset]].append(place[entry.target])
-    found: list[set[str]] = [set() for _ in steps]
-    again = True
-    while again:
-        again = False
+        for offset in place.keys() & range(entry.start, entry.end):
+            after[place[offset]].append(place[entry.target])
+    found, before = [frozenset[str]() for _ in steps], list[frozenset[str]]()
+    while found != before:
+        before = [*found]
         for i in reversed(range(len(steps))):
-            now = set().union(*(found[j] for j in after[i]))
-            kinds = re.findall(r'(LOAD|STORE|DELETE)_FAST', steps[i].opname)
-            names = steps[i].argval if isinstance(steps[i].argval, tuple) else (steps[i].argval,)
-            for kind, name in reversed([*zip(kinds, names, strict=False)]):
+            now = frozenset().union(*(found[j] for j in after[i]))
+            for kind, name in uses[i]:
                 now = now | {name} if kind == 'LOAD' else now - {name}
-            if now != found[i]:
-                found[i], again = now, True
-    # In a call, a frame is at the memory of the instruction, which is behind it.
-    here = max((offset for offset in place if offset <= at), default=0)
-    return frozenset(found[place[here]] | {*code.co_cellvars, *code.co_freevars})
+            found[i] = now
+    return {step.offset: live for step, live in zip(steps, found, strict=True)}
 
 
 def names_in_loop(code: CodeType, at: int) -> frozenset[str]:
     """The function's own variables that may go from one iteration of the loop to the next."""
-    here = next((s for s in dis.get_instructions(code) if s.offset > at), None)
-    starts = here is not None and code.co_code[at] == dis.opmap['FOR_ITER']
-    names = live_names(code, here.offset if here is not None and starts else at)
-    return names - {*code.co_cellvars, *code.co_freevars}
+    starts = code.co_code[at] == dis.opmap['FOR_ITER']
+    here = next((offset for offset in _live(code) if starts and offset > at), at)
+    return live_names(code, here) - {*code.co_cellvars, *code.co_freevars}
 
 
 def variables(functions: Iterable[Any] = ()) -> dict[str, Any]:
