@@ -28,20 +28,6 @@ def test_faults_at_random_change_no_bit_and_count_no_sample_twice(tmp_path: Path
     assert 'bit for bit' in said[-1]
 
 
-@pytest.mark.long
-def test_faults_on_a_training_in_rounds_change_no_bit(tmp_path: Path) -> None:
-    """With overlap; without it, tests/test_workflows.py kills replicas at every stage. Where a kill
-    of a rank changes nothing else, tests/training/loop/test_rounds.py has it.
-    """
-    kinds = {
-        'kill as the function begins', 'zombie', 'kill before an outer commit', 'submitting process'
-    }  # fmt: skip
-    said: list[str] = []
-    counts = monkey.chaos(0, 3, 2, tmp_path, said.append, kinds, overlap=1)
-    assert counts.keys() >= kinds
-    assert 'bit for bit' in said[-1]
-
-
 def test_the_check_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Too few samples, a sample that counted twice, and a weight that differs are all seen."""
     right = {'count': torch.full((SAMPLES,), 3 / BATCH), 'w': torch.ones(2)}

@@ -1,6 +1,5 @@
 """One training on a real Slurm and a real PBS at once, in rounds of pieces."""
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,15 +8,13 @@ from typing import Any
 import pytest
 
 import parsl_freetrain as ft
-from parsl_freetrain.core.model import events as ev
 from parsl_freetrain.journal.read import Journal
 from tests.executor.test_replicas import FOUR, app, several
 from tests.sites.batch_blocks import QUICK
-from tests.support.file_system_shim import Shim, compiler
 from tests.support.openpbs import ADDRESS, PbsCluster
 from tests.support.slurm import Cluster
-from tests.support.training import fit, freetrain
-from tests.support.waiting import LIMIT_S, slowness, wait_until
+from tests.support.training import freetrain
+from tests.support.waiting import LIMIT_S
 
 
 @pytest.mark.long
@@ -63,55 +60,3 @@ def nobody_reaches_another(slurm: Cluster, pbs: PbsCluster) -> None:
             for n in (1, 2):
                 said = cluster.control('on', f'node0{n}', 'sh', '-c', word)
                 assert (said == 'reached\n') is (at == f'{network}.{n}'), (at, network, n)
-
-
-@pytest.mark.long
-@pytest.mark.slurm
-@pytest.mark.pbs
-@pytest.mark.skipif(compiler() is None, reason='needs a C compiler')
-def test_nodes_whose_clocks_differ_train_until_their_known_end(
-    slurm: Cluster, openpbs: PbsCluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Ahead by 20 s, the end of a block seemed to have come; behind, its last save was missed."""
-    shim = Shim(tmp_path)
-    for n in range(4):
-        shim.set_clock(f'node0{n + 1}', 20 if n % 2 else -20, n)
-    lines = [f'export {name}={value}' for name, value in shim.environment.items()]
-    lines.append('export FREETRAIN_NODE=${SLURMD_NODENAME:-$(hostname)}')  # for the script itself
-    path = f'export PATH={Path(sys.executable).parent}:$PATH'
-    how: Any = {'longest_s': max(60.0, 15.0 * slowness()), **QUICK}
-    how['worker_init'] = '; '.join([path, *lines])
-    sites: Any = {
-        'slurm': (ft.SlurmSite(partition='batch', **how), '127.0.0.1'),
-        'pbs': (ft.PbsSite(queue='batch', **how), ADDRESS),
-    }
-    trainer = ft.freetrain_app(
-        max_nodes=1, total_epochs=10**6, checkpoints=ft.Checkpoints(every_s=1000.0)
-    )(fit)
-    with several(tmp_path, **sites) as executors:
-        futures = [
-            trainer.with_options(executor=name)(pause_s=0.2, trainer_name=f'{name}{n}')
-            for name in sites
-            for n in range(2)
-        ]
-
-        def ended() -> dict[str, ev.FragmentEnded]:
-            """The first fragment of each trainer that has saved at the end of its block."""
-            found = [e for one in executors for e in endings(Path(one.ledger_path))]
-            return {e.trainer: e for e in reversed(found) if e.ending == 'stopped' and e.committed}
-
-        wait_until(lambda: len(ended()) == len(futures))
-        for future in futures:
-            future.cancel()
-        wait_until(lambda: all(future.done() for future in futures))
-    shim.close()
-    assert all(e.committed == e.reached for e in ended().values())
-    assert {'ahead', 'behind'} == set(
-        re.findall(r'clock of node .* is \d+ s (ahead|behind)', caplog.text)
-    )
-
-
-def endings(ledger: Path) -> list[ev.FragmentEnded]:
-    with Journal(ledger) as journal:
-        events = [event for _, event in journal.events(ev.FragmentEnded)]
-    return [event for event in events if isinstance(event, ev.FragmentEnded)]

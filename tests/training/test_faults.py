@@ -143,6 +143,7 @@ TROUBLES = [(fs.WRITE | fs.SYNC, errno.ENOSPC, '/aa/ckpt'), (fs.ALL, errno.EIO, 
 """It is full, and it is gone."""
 
 
+@pytest.mark.long
 @pytest.mark.skipif(fs.compiler() is None, reason='needs a C compiler')
 def test_a_training_waits_for_its_file_system(tmp_path: Path) -> None:
     shim = fs.Shim(tmp_path)

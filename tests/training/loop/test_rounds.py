@@ -235,6 +235,8 @@ def test_other_settings_and_one_replica(fork_server: ForkClient, tmp_path: Path)
     two: Any = {'total_samples': 2 * STEPS * BATCH}  # rounds
     each = [finish(fork_server, tmp_path / str(i), **two, **how)[0] for i, how in enumerate(others)]
     assert len({outcome.result for outcome in each}) == len(others)
+    struck, kills = finish(fork_server, tmp_path / 'struck', 1, Random(2), **two, **others[2])
+    assert kills and struck.result == each[2].result
     for file in (tmp_path / '0' / 'store' / 'outer').rglob('*.safetensors'):
         assert file.stat().st_size < 2**19  # what is frozen is in the moving average only
     alone = structs.replace(DILOCO, replicas=1)

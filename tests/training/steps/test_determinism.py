@@ -61,6 +61,7 @@ def compiled(ctx: FragmentContext, whole: bool) -> None:
     assert not config.automatic_dynamic_shapes
 
 
+@pytest.mark.long
 def test_what_is_compiled_on_any_ranks(fork_server: ForkClient, tmp_path: Path) -> None:
     """Each shape has kernels of its own: the ranks see different ones, as 8 samples in 3 shards."""
     found = []
