@@ -193,9 +193,8 @@ def put_back_changes(
 ) -> None:
     """Undo the function's changes since ``before``: a fragment has repeated them."""
     now, prepared = around_models(state, model.prepared, bits=True), model.prepared
-    alike = before.versions == now.versions and same(before.buffers, now.buffers)
-    then = before.bits, before.groups, before.states
-    if on_any_rank(peers, not (alike and same(then, (now.bits, now.groups, now.states)))):
+    kinds = 'bits', 'buffers', 'groups', 'states', 'versions'
+    if on_any_rank(peers, not all(same(getattr(before, k), getattr(now, k)) for k in kinds)):
         print('What the function changed again before ctx.loop is put back.')
         model.division.restore(prepared, saved.load(prepared))
         if on_any_rank(peers, _bits(prepared) != before.bits):  # it may share memory with ``saved``
