@@ -217,7 +217,7 @@ def test_what_answers_a_look_is_quickly_there() -> None:
 
 def test_settings_that_cannot_be_used_are_refused() -> None:
     for wrong, words in (
-        ({'site': {'type': 'polaris'}}, "no site 'polaris'; .* a type of site: local, slurm"),
+        ({'site': {'type': 'polaris'}}, "no site 'polaris'; .* a type of site .local, slurm"),
         ({'site': 'nowhere'}, "There is no site 'nowhere'"),
         ({'site': {'type': 'local', 'nodes': 2, 'nods': 3}}, "no argument 'nods'; say nodes"),
         ({'site': {'name': 'polaris', 'account': 'a', 'queue': 'largest'}}, 'largest'),
