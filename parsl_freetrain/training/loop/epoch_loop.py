@@ -11,11 +11,13 @@ from torch.utils.data import DataLoader
 from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.data.loader import seed_alike
 from parsl_freetrain.training.data.loader_settings import LoaderData, LoaderSettings
+from parsl_freetrain.training.data.own_generators import own_generators
 from parsl_freetrain.training.data.stream import is_stream
 from parsl_freetrain.training.data.together import Together
 from parsl_freetrain.training.loop.last_step import Surroundings, around_models
 from parsl_freetrain.training.loop.loop_data import LoopCall
 from parsl_freetrain.training.loop.loop_state import LoopState
+from parsl_freetrain.training.loop.places import variables
 from parsl_freetrain.training.loop.rank_parts import Model
 from parsl_freetrain.training.loop.training_loop import END_OF_EPOCH
 from parsl_freetrain.training.loop.wishes import EvaluationStopped
@@ -52,6 +54,7 @@ class EpochLoop:
         self._model.modules.put_back()
         self._model.carried.put_back('epoch')
         self._model.carried.begin_epoch()
+        own_generators.find(variables())  # what is before ctx.loop may draw from them
         while not self._state.loop_over:
             # Only the first epoch of a fragment may have begun before it.
             self._place, self.before = _Place.BEFORE_LOOP, self._now(bits=not self._data)

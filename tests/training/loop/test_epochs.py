@@ -2,6 +2,7 @@
 
 import copy
 import os
+import random
 import signal
 from collections.abc import Callable
 from functools import partial
@@ -150,11 +151,11 @@ def steps_by_epochs(ctx: FragmentContext, at: int) -> str:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    data = Rollout()
+    data, dice = Rollout(), random.Random(1)
     loader: Any = DataLoader(data, batch_size=8, shuffle=True)
     model, optimizer, decay, loader = ctx.prepare(model, optimizer, decay, loader)
     for epoch in ctx.epochs():
-        noise, data.wanted = torch.rand(()), model(DATA.tensors[0]).detach() / 2
+        noise, data.wanted = torch.rand(()) + dice.random(), model(DATA.tensors[0]).detach() / 2
         for x, y in loader:
             cut(ctx, at)
             optimizer.zero_grad()
@@ -169,11 +170,12 @@ def steps_by_epochs(ctx: FragmentContext, at: int) -> str:
 
 
 def test_what_is_done_by_epoch_for_any_cuts(fork_server: ForkClient, tmp_path: Path) -> None:
-    for name, sizes, at in (('one', [1], 0), ('first', [2, 1], 8), ('cut', [2, 1], 30)):
+    forms = {'one': ([1], 0), 'first': ([2, 1], 8), 'cut': ([2, 1], 30), 'end': ([1, 1], 38)}
+    for name, (sizes, at) in forms.items():
         how: dict[str, Any] = {'total_samples': 95, 'shards': 3}
         outcome = trained(fork_server, tmp_path / name, sizes, steps_by_epochs, at, **how)
         assert (outcome.samples, outcome.result) == (66, '"behind"')
-    one, *others = (last(tmp_path / name)[1] for name in ('one', 'first', 'cut'))
+    one, *others = (last(tmp_path / name)[1] for name in forms)
     seen = [row[:3] for row in one.position.user['seen']]
     assert seen == [[0, 3, [0.25]], [1, 3, [0.125]], [2, 3, [0.0625]]]
     for other in others:
