@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from multiprocessing.connection import Connection
 
 from parsl_freetrain.core.allocation.problem import Allocator
@@ -35,11 +36,9 @@ def serve(pipe: Connection, parent: int) -> None:
 def main() -> None:
     """Serve the pipe of file descriptor ``argv[1]`` for the parent process ``argv[2]``."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    with Connection(int(sys.argv[1])) as pipe:
-        try:
-            serve(pipe, int(sys.argv[2]))
-        except (EOFError, OSError):
-            pass  # the parent is gone
+    # EOFError, OSError: the parent is gone.
+    with suppress(EOFError, OSError), Connection(int(sys.argv[1])) as pipe:
+        serve(pipe, int(sys.argv[2]))
 
 
 if __name__ == '__main__':

@@ -15,8 +15,7 @@ import torch
 
 _DEPTH, _ITEMS, _MOST, _SHOWN = 8, 64, 20_000, 16
 _KEYS = (str, bytes, int, float, type(None))
-_NUMBERS = (int, float, complex, torch.Tensor)
-_PLAIN = (*_NUMBERS, str, bytes, type(None), PurePath, type, ModuleType, CodeType)
+_PLAIN = *_KEYS, complex, torch.Tensor, PurePath, type, ModuleType, CodeType
 
 Looks = dict[str, list[Any]]  # some of the numbers and texts in a dataset, by where they are
 

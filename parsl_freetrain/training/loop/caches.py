@@ -16,8 +16,6 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.flatten import same
 from parsl_freetrain.training.data.own_generators import as_before, own_generators
 
-_PLAIN = torch.Tensor, np.ndarray, bool, int, float, str
-
 
 class Caches:
     """Those that there are where a loop begins; what its body adds to them is looked at."""
@@ -39,14 +37,15 @@ class Caches:
 
 def _compare(one: _lru_cache_wrapper[Any], args: tuple[Any, ...]) -> None:
     cached, again = tree_leaves(one(*args)), []
-    if not all(isinstance(leaf, _PLAIN) for leaf in cached):
+    plain = torch.Tensor, np.ndarray, bool, int, float, str
+    if not all(isinstance(leaf, plain) for leaf in cached):
         return  # such as a model, which takes long to make
     with suppress(Exception), as_before(own_generators):
         again = tree_leaves(one.__wrapped__(*args))
-    plain = [
+    listed = [
         [x.tolist() if isinstance(x, np.ndarray) else x for x in its] for its in (cached, again)
     ]
-    if again and not same(*plain):
+    if again and not same(*listed):
         raise BadInput(
             f'The function {one.__wrapped__.__qualname__} caches its results (lru_cache), and says '
             'something else when it is called again with the same arguments, as of random numbers '

@@ -23,8 +23,6 @@ from parsl_freetrain.training.loop.packing import How, NotPlain, TooLarge, packe
 from parsl_freetrain.training.loop.unknown_state import frames, set_variables
 from parsl_freetrain.training.steps.buffers import is_plain
 
-_COPY = object()
-
 
 class Carried:
     """The variables of the functions around a loop, in one fragment; ``saved``: what the checkpoint
@@ -36,7 +34,7 @@ class Carried:
         self,
         saved: Mapping[str, Any] | None,
         device: torch.device,
-        live: list[torch.Tensor],
+        prepared: Prepared,
         *,
         goes_back: bool = False,
     ) -> None:
@@ -45,7 +43,10 @@ class Carried:
         self._places, self._others = places.Places((), ()), list[Any]()
         self._packages: dict[str, Any] | None = None  # those of the first loop: names must stay
         self._said = set[str]()
-        self._how = How(live, set(), self._class, device)
+        live, models = prepared.tensors(), prepared.models
+        now = [*map(id, (*live, *(part for model in models for part in model.modules())))]
+        how = How(live, set(), self._class, device, models, now)
+        self._how = how.where(self._saved.get('ids', ()))
         self._marks: dict[str, Any] | None = None
         self._at_epoch: dict[str, Any] | None = None
         self._counts: list[Any] = []  # what enumerates a loop
@@ -68,16 +69,15 @@ class Carried:
         data = self._of_data.read(known)
         self._frames = [one for one in frames() if not changes.is_library(one.f_code.co_filename)]
         lambdas = [one for each in prepared.schedulers for one in getattr(each, 'lr_lambdas', ())]
-        self._others = [*functions, *prepared.models, *lambdas, *data]
+        self._others = [*functions, *prepared.models, *prepared.optimizers, *lambdas, *data]
         self._places = self._found()
         self.caches = Caches(self._places.caches)
         self._how.known = {*map(id, known), *map(id, prepared.averages)}
-        self._how.models = prepared.models
         self._how.live = prepared.tensors()
         if self._marks is None:
             self._marks = {
                 # Behind a cut, it would be a copy of other weights: it is saved, changed or not.
-                path: _COPY if self._fresh and self._is_copy(one) else changes.mark(one)
+                path: object() if self._fresh and self._is_copy(one) else changes.mark(one)
                 for path, one in self._variables(all_of=True)
                 if changes.may_be_saved(one) or changes.is_data(one) or isinstance(one, Iterator)
             }
@@ -157,6 +157,7 @@ class Carried:
         """Training goes back in this loop, to a checkpoint that holds ``saved``; ``begins``: where
         the loop began.
         """
+        self._how = self._how.where(saved.get('ids', ()))
         self._put_back({**self._first, **saved.get('loop', {})})
         counts = self._begun if begins else saved.get('counts', ())
         for one, number in zip(self._counts, counts, strict=False):
@@ -225,6 +226,7 @@ class Carried:
             'ends': [*self._ends],
             'counts': [] if finished else [*map(number_of, self._counts)],
             'here': self._numbers.here if self._numbers else -1,
+            'ids': self._how.ids_now,
         }
 
     def marks(self) -> dict[str, Any]:
@@ -328,7 +330,7 @@ class Carried:
                 continue
             if room is not None and changes.is_large(one):
                 raise NotPlain('a large variable')
-            unchanged = set[str]()
+            unchanged = set[Any]()
             if path in marks:
                 then, now, kept = marks[path], changes.mark(one), before.get(path)
                 if kept is None and then == now:
@@ -339,17 +341,15 @@ class Carried:
                 if isinstance(then, dict) and isinstance(now, dict):
                     unchanged = {key for key in now if then.get(key) == now[key]}
                     unchanged -= {*kept[1]} if kept is not None and kept[0] == 'object' else set()
+                unchanged |= changes.same_elements(then, now)
             try:
                 found[path] = packed(one, self._how, unchanged, room)
                 why = self._not_made(found[path], one)
                 lost = bool(why) and isinstance(marks.get(path, ()), changes.SCALARS)
             except NotPlain as error:
                 # Others are made again, or what changes is in objects that are saved.
-                then, why = marks.get(path), f'has {error} in it'
-                lost = isinstance(error, TooLarge) or (
-                    isinstance(one, changes.CONTAINERS)
-                    and (not isinstance(then, tuple) or then[:2] != changes.mark(one)[:2])
-                )
+                lost = isinstance(one, changes.CONTAINERS) and id(one) not in unchanged
+                why, lost = f'has {error} in it', lost or isinstance(error, TooLarge)
                 if path in self._of_data.paths and room is None:
                     raise _refused(path, why) from None
             if lost and path in marks and room is None:

@@ -1,6 +1,7 @@
 """What the user's code changes in the data between epochs; checkpoints hold it."""
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -41,8 +42,11 @@ class ChangedData:
             if then is None or id(one) not in self._read:
                 continue
             for key, mark in _marks(one).items():
-                differs = f'{name}.{key}' not in self.paths and then.get(key) != mark
-                if differs and (key in then or _is_plain(vars(one)[key], how)):
+                if f'{name}.{key}' in self.paths or then.get(key) == mark:
+                    continue
+                with suppress(NotPlain):  # what is first made between epochs may be a cache, too
+                    if key not in then:
+                        packed(vars(one)[key], how)
                     new.add(f'{name}.{key}')
         self.paths |= new
         return bool(new)
@@ -54,12 +58,3 @@ def _marks(one: Any) -> dict[str, Any]:
         for key, value in [*getattr(one, '__dict__', {}).items()]
         if changes.may_be_saved(value) and 'cache' not in key
     }
-
-
-def _is_plain(one: Any, how: How) -> bool:
-    """Of what is first made between epochs; it may be a cache, too."""
-    try:
-        packed(one, how)
-    except NotPlain:
-        return False
-    return True

@@ -37,12 +37,9 @@ _LOOKED_AT = 10**6, 2**30  # of a variable of which all is looked at, else some
 _OTHERS = {*sys.stdlib_module_names, 'parsl_freetrain'} - {'__main__'}
 _PYTHON = sysconfig.get_path('stdlib')
 _OF_PROCESS = {'_io', '_thread', '_socket', '_queue', 'threading', 'socket', 'queue', 'subprocess'}
-_NUMBERS = {bool, int, float, type(None)}
 CONTAINERS = dict, list, set, tuple, deque
 VALUES = complex, range, frozenset, Decimal, Fraction, date, time, timedelta, PurePath, Enum
 KINDS = *SCALARS, *CONTAINERS, *VALUES, torch.Tensor, np.ndarray, np.generic  # checkpoints hold
-_PART = 10**5
-_UPDATES = '_update_count'
 
 
 def is_library(file: str) -> bool:
@@ -73,7 +70,7 @@ def state_of(one: Any) -> Any:
     if not is_metric(one):
         return one.state_dict()
     if hasattr(type(one), 'metric_state'):
-        return {**one.metric_state, _UPDATES: one._update_count}
+        return {**one.metric_state, '_update_count': one._update_count}
     return {name: value for name, value in vars(one).items() if _is_sum(value)}
 
 
@@ -212,10 +209,18 @@ def mark(one: Any, depth: int = 4) -> Any:
     return id(one), fingerprint(one=state_of(one) if has_state(one) else one)
 
 
+def same_elements(then: Any, now: Any) -> set[int]:
+    """The ids of containers, in two marks of an object, that have the elements that they had."""
+    both = isinstance(then, dict) and isinstance(now, dict)
+    pairs = [(then.get(key), now[key]) for key in now] if both else [(then, now)]
+    tuples = [both for both in pairs if {*map(type, both)} == {tuple}]
+    return {now[0] for then, now in tuples if type(now[0]) is int and then[:2] == now[:2]}
+
+
 def _digest(one: Any) -> bytes:
     """Of a container of plain values, in parts; raises ValueError if it has others."""
     items, digest = iter(one.items() if isinstance(one, dict) else one), hashlib.blake2b()
-    while part := [*islice(items, _PART)]:
+    while part := [*islice(items, 10**5)]:
         digest.update(marshal.dumps(part, 2))  # version 2 does not depend on what refers to it
     return digest.digest()
 
@@ -265,7 +270,7 @@ def is_large(one: Any, most: tuple[int, int] = COPIED) -> bool:
             inner = (attributes(one) or {}).values()
         if len(inner) > left[0] or min(left) < 0:
             return True
-        if {*map(type, inner)} <= _NUMBERS:
+        if {*map(type, inner)} <= {bool, int, float, type(None)}:
             left[0] -= len(inner)
             return False
         return any(takes(value, depth - 1) for value in [*inner])  # looking may load some

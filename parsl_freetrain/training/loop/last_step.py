@@ -82,7 +82,7 @@ class LastStep:
 
     @property
     def _uses_state(self) -> bool:
-        kept = {**(self.variables or {}), 'counts': (), 'here': ()}  # those are alike on all ranks
+        kept = {**(self.variables or {}), **dict.fromkeys(('counts', 'here', 'ids'))}  # of any rank
         used = self._state.user.used or any(kept.values())
         return used or (self._end is not None and self._end.user != '{}')
 

@@ -8,7 +8,7 @@ are trained. Tables by sample (``losses[i] = ...``) get the entries of all shard
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from io import BytesIO
@@ -38,7 +38,6 @@ from parsl_freetrain.training.loop.unknown_state import among, set_variables
 
 _OTHER = object()  # what does not follow
 _STATE, _ONES, _MODULES, _METRICS, _MOST, _SHOWN = 'ctx.state', '', '.', '..', 500, 6
-_SENT = 10**5, 2**24  # elements and bytes at most
 _Differing = tuple[str, dict[Any, Any], tuple[Any, ...]]  # where, what is there now, and its mark
 
 
@@ -160,7 +159,7 @@ class Numbers:
 
     @staticmethod
     def _of_tables(changed: Mapping[Held, Difference]) -> dict[str, Difference]:
-        return {h.path: ((), own) for h, one in changed.items() if (own := h.entries(one))}
+        return {h.path: ([], own) for h, one in changed.items() if (own := h.entries(one))}
 
     def take_firsts(self, peers: Peers, first: int, *, changed: bool) -> None:
         """Set all to what they are behind the first shard, which rank ``first`` has trained, and
@@ -248,38 +247,35 @@ class Numbers:
         sent, file = dict[int, Any](), BytesIO()
         for shard, own in self._changes.items():
             sent[shard] = {path: self._packed(*difference) for path, difference in own.items()}
-        torch.save(sent, file)
+        torch.save((self._how.ids_now, sent), file)
         said = gather_bytes(peers, file.getvalue() if sent else b'')
         for rank, one in enumerate(said):
             if rank != peers.rank and one:
-                read = torch.load(BytesIO(one), map_location='cpu', weights_only=True)
+                ids, read = torch.load(BytesIO(one), map_location='cpu', weights_only=True)
+                how = self._how.where(ids)
                 for shard, its in read.items():
                     self._changes[shard] = {
-                        path: (gone, self._unpacked(found, named))
+                        path: (_read(gone, True, how) if named else gone, _read(found, named, how))
                         for path, (gone, found, named) in its.items()
                         if named or found
                     }
 
     def _packed(self, gone: Any, come: Any) -> tuple[Any, dict[Any, Any], bool]:
-        found, named = {}, isinstance(come, dict)
-        if isinstance(gone, list):
-            gone = [*_sendable(gone).values()]
-        for name, key in _sendable(come if named else ['']).items():
+        named = isinstance(come, dict)
+        gone = self._sendable(dict.fromkeys(gone)) if isinstance(gone, list) else gone
+        return gone, self._sendable(come if named else {'': come}), named
+
+    def _sendable(self, values: Values) -> dict[Any, Any]:
+        found = {}
+        for name, one in values.items():
             with suppress(NotPlain):
-                found[key] = packed(come[name] if named else come, self._how, room=[*_SENT])
-        return gone, found, named
-
-    def _unpacked(self, found: dict[Any, Any], named: bool) -> Any:
-        values = {name: unpacked(one, None, self._how) for name, one in found.items()}
-        return values if named else values['']
+                found[plain_key(name)] = packed(one, self._how, room=[10**5, 2**24])
+        return found
 
 
-def _sendable(names: Iterable[Any]) -> dict[Any, Any]:
-    found = {}
-    for name in names:
-        with suppress(NotPlain):
-            found[name] = plain_key(name)
-    return found
+def _read(found: Values, named: bool, how: How) -> Any:
+    values: Values = {how.ids.get(n, n): unpacked(one, None, how) for n, one in found.items()}
+    return values if named else values['']
 
 
 def _follows(one: Any, data: bool = True) -> bool:

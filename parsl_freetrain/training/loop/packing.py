@@ -2,8 +2,8 @@
 
 import copy
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import Enum
 from itertools import zip_longest
@@ -33,7 +33,6 @@ _CONSTANTS: dict[str, Any] = {
 }
 _MADE_BY = {kind.__name__: kind for kind in (*_BASES, *changes.SCALARS[:5], defaultdict, deque)}
 _WORDS = torch.device, torch.dtype
-_MADE_NAMES = 'defaultdict', 'OrderedDict'
 _SPARSE = torch.sparse_coo, torch.sparse_csr, torch.sparse_csc
 _MOST, _MOST_BYTES = 10**7, 2**34  # elements and bytes of what is saved of a variable
 
@@ -41,7 +40,8 @@ _MOST, _MOST_BYTES = 10**7, 2**34  # elements and bytes of what is saved of a va
 @dataclass
 class How:
     """``live``: tensors saved as numbers; ``known``: saved objects; ``find``: classes by name;
-    ``models``: those that are trained, of which there may be copies.
+    ``models``: those that are trained, of which there may be copies; ``ids_now``: of their tensors
+    and modules, and ``ids``: by those where a state was saved (of ``slow[id(parameter)]``).
     """
 
     live: list[torch.Tensor]
@@ -49,6 +49,11 @@ class How:
     find: Callable[[str], Any]
     device: torch.device
     models: Sequence[torch.nn.Module] = ()
+    ids_now: Sequence[int] = ()
+    ids: Mapping[int, int] = field(default_factory=dict)
+
+    def where(self, ids: Sequence[int]) -> 'How':
+        return replace(self, ids=dict(zip(ids, self.ids_now, strict=False)))
 
 
 class NotPlain(Exception):
@@ -60,17 +65,18 @@ class TooLarge(NotPlain):
 
 
 def packed(
-    one: Any, how: How, unchanged: Collection[str] = (), room: list[int] | None = None
+    one: Any, how: How, unchanged: Collection[Any] = (), room: list[int] | None = None
 ) -> Any:
     """A value as checkpoints hold it, without ``unchanged`` attributes, within ``room`` (elements,
-    bytes); NotPlain if it cannot be saved and is not made again.
+    bytes); NotPlain if it cannot be saved and is not made again, as elements are of a container
+    whose id is in ``unchanged``.
     """
     room = [_MOST, _MOST_BYTES] if room is None else room
     return _Packer(how, unchanged, room).pack(one, True)
 
 
 class _Packer:
-    def __init__(self, how: How, unchanged: Collection[str], room: list[int]) -> None:
+    def __init__(self, how: How, unchanged: Collection[Any], room: list[int]) -> None:
         self._how, self._unchanged, self._room = how, unchanged, room
         self._numbers, self._around = dict[int, int](), set[int]()
 
@@ -91,14 +97,17 @@ class _Packer:
 
     def _container(self, one: Any, there: bool) -> Any:
         name, inner = type(one).__name__, one.values() if isinstance(one, dict) else one
+        again = id(one) in self._unchanged
         plain = _SCALARS.issuperset(map(type, inner))
         self._take(len(one) if plain else 0, 0)
         if isinstance(one, dict):
             plain_keys = _SCALARS.issuperset(map(type, one))
             one_of = one if plain_keys else {plain_key(key): one[key] for key in one}
-            found = dict(one_of) if plain else self._parts(one_of, there)
+            found = dict(one_of) if plain else self._parts(one_of, there or again, again)
             content: Any = 'dict' if len(found) == len(one) else 'items', _base(one)(found)
         else:
+            if again and not plain and type(one) in (list, tuple, deque):
+                return 'items', self._parts(dict(enumerate(inner)), True, True)
             values = [*inner] if plain else [*map(self.pack, inner)]
             content = 'deque', values, one.maxlen if isinstance(one, deque) else None
             if not isinstance(one, deque):
@@ -175,8 +184,6 @@ class _Packer:
             parts = [one.value]
         elif isinstance(one, complex):
             parts = [one.real, one.imag]
-        elif isinstance(one, frozenset):
-            parts = [[*one]]
         elif isinstance(one, np.generic):
             parts = [one.item()]
         else:
@@ -241,7 +248,7 @@ class _Unpacker:
             taken = alike and not (now.requires_grad or now.is_inference() or self._is_live(now))
             return now.copy_(packed) if taken else packed.clone()
         if not isinstance(packed, tuple):
-            return packed
+            return self._how.ids.get(packed, packed) if type(packed) is int else packed
         kind, inner = packed[:2]
         if kind == 'live':
             return self._how.live[inner] if packed[2] else self._how.live[inner].detach()
@@ -281,8 +288,12 @@ class _Unpacker:
         if kind == 'object':
             return self._object(inner, now, packed[2])
         if kind == 'items':
-            for key, value in inner.items() if isinstance(now, dict) else ():
-                now[key] = self.unpack(value, now.get(key))
+            olds = now if isinstance(now, dict) else dict(enumerate(now or ()))
+            for key, value in inner.items() if isinstance(now, changes.CONTAINERS) else ():
+                key = self._how.ids.get(key, key)
+                new = self.unpack(value, olds.get(key))
+                if not isinstance(now, (tuple, set)):
+                    now[key] = new
             return now
         return self._container(packed, now)
 
@@ -318,7 +329,7 @@ class _Unpacker:
                     'again where the variable is set later: use defaultdict(int), (float) or '
                     '(list), or make it before ctx.loop.'
                 )
-            kind = _MADE_BY[name] if name in _MADE_NAMES else self._class(name)
+            kind = _MADE_BY[name] if name in ('defaultdict', 'OrderedDict') else self._class(name)
             now = kind.__new__(kind)
             if kind is defaultdict:
                 now.default_factory = _MADE_BY.get(more)
@@ -341,7 +352,8 @@ class _Unpacker:
         kind, inner = packed[:2]
         if kind == 'dict':
             old = now if isinstance(now, dict) else {}
-            new = type(inner)({key: self._inner(one, old.get(key)) for key, one in inner.items()})
+            named = ((self._how.ids.get(key, key), one) for key, one in inner.items())
+            new = type(inner)({key: self._inner(one, old.get(key)) for key, one in named})
             if not isinstance(now, dict):
                 return new
             dict.clear(now)

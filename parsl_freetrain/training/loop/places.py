@@ -25,6 +25,7 @@ from parsl_freetrain.training.loop.unknown_state import frames, is_users
 GLOBAL = 'global:'
 _MOST, _ITEMS = 20_000, 64
 OF_TORCH = {*vars(torch.nn.Module())}
+_OF_TENSORS = '_backward_hooks', '_post_accumulate_grad_hooks'
 _ENDS = 'RETURN_VALUE', 'RETURN_CONST', 'RAISE_VARARGS', 'RERAISE', 'JUMP_FORWARD', 'JUMP_BACKWARD'
 
 
@@ -54,7 +55,7 @@ class Places:
     """What can be reached from frames and ``others``; the user's ``classes``; ``kept``: paths."""
 
     def __init__(
-        self, frames: Iterable[FrameType], others: Iterable[Any], kept: Collection[str] = ()
+        self, frames: Sequence[FrameType], others: Iterable[Any], kept: Collection[str] = ()
     ) -> None:
         self.classes: dict[str, type] = {}
         self.datasets, self._kept = dict[str, Any](), kept
@@ -65,12 +66,11 @@ class Places:
         self._found: dict[str, Place] = {}
         self._called, self._seen = Counter[str](), set[int]()
         self._waiting: deque[Any] = deque()
-        frames = list(frames)
         self._around = {frame.f_code.co_qualname for frame in frames}
         for frame in frames:
             self._globals(frame.f_code, frame.f_globals)
             self._waiting += frame.f_locals.values()
-        self._waiting += others
+        self._given('a function', [*others])
         while self._waiting and len(self._seen) < _MOST:
             one = self._waiting.popleft()
             if id(one) not in self._seen:
@@ -102,7 +102,7 @@ class Places:
 
     def _globals(self, code: CodeType, its: dict[str, Any]) -> None:
         module = its.get('__name__', '')
-        self.stored |= frozenset() if code.co_name == '__init__' else _stored(code)
+        self.stored |= frozenset() if code.co_name == '__init__' else _names(code, stored=True)
         for name in sorted(_names(code) & its.keys()):
             self._add(f'{GLOBAL}{module}:{name}', its, name)
             other = its[name]
@@ -121,7 +121,8 @@ class Places:
                 self._add(f'{name}.__self__', {'': one.__self__}, '')
             self._waiting.append(one.__func__)
         elif isinstance(one, partial):
-            self._waiting += (one.func, *one.args, *one.keywords.values())
+            name = self._numbered(getattr(one.func, '__qualname__', type(one.func).__qualname__))
+            self._given(f'{name}:partial', (one.func, *one.args, *one.keywords.values()))
         elif isinstance(one, _lru_cache_wrapper):
             if isinstance(one.__wrapped__, FunctionType) and is_users(one.__wrapped__):
                 self.caches.append(one)
@@ -147,6 +148,8 @@ class Places:
         elif changes.is_metric(one):
             self._add(self._numbered(type(one).__qualname__), {'': one}, '')
         elif not changes.is_ours(one):
+            if isinstance(one, torch.optim.Optimizer):
+                self._hooks(self._numbered(type(one).__qualname__), one)
             own = changes.attributes(one)
             if own is not None:
                 self._waiting += (type(one), *own.values())
@@ -170,13 +173,26 @@ class Places:
         for key in [key for key in vars(one) if not key.startswith('__')]:
             self._add(f'{name}.{key}', one, key)
         defaults = *(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values()
-        for i, value in enumerate(defaults):
-            if isinstance(value, changes.CONTAINERS) or changes.attributes(value) is not None:
-                self._add(f'{name}:default {i + 1}', {'': value}, '')
+        self._given(f'{name}:default', defaults)
         self._globals(one.__code__, one.__globals__)
 
+    def _hooks(self, path: str, one: Any) -> None:
+        """What is called in passes or steps of a module, parameter or optimizer."""
+        names = _OF_TENSORS if isinstance(one, torch.Tensor) else getattr(one, '__dict__', ())
+        for name in (name for name in names if name.endswith('_hooks')):
+            self._given(f'{path}.{name}', [*(getattr(one, name) or {}).values()])
+
+    def _given(self, name: str, values: Sequence[Any]) -> None:
+        self._waiting += values
+        for i, value in enumerate(values, 1):
+            if isinstance(value, changes.CONTAINERS) or changes.attributes(value) is not None:
+                self._add(f'{name} {i}', {'': value}, '')
+
     def _module(self, path: str, one: Any) -> None:
-        self._waiting += (type(one), *one._forward_hooks.values())
+        self._waiting.append(type(one))
+        self._hooks(path, one)
+        for name, parameter in one._parameters.items():
+            self._hooks(f'{path}.{name}', parameter)
         if changes.is_metric(one):
             self._add(path, {'': one}, '')
         elif hasattr(one, '_enable_compute_groups'):  # a collection, whose metrics share states
@@ -208,16 +224,12 @@ class Places:
 
 
 @lru_cache(maxsize=10_000)
-def _stored(code: CodeType) -> frozenset[str]:
-    inner = [_stored(one) for one in code.co_consts if isinstance(one, CodeType)]
-    steps = dis.get_instructions(code)
-    return frozenset(s.argval for s in steps if s.opname == 'STORE_ATTR').union(*inner)
-
-
-@lru_cache(maxsize=10_000)
-def _names(code: CodeType) -> frozenset[str]:
-    inner = [_names(one) for one in code.co_consts if isinstance(one, CodeType)]
-    return frozenset(code.co_names).union(*inner)
+def _names(code: CodeType, stored: bool = False) -> frozenset[str]:
+    """Of attributes and global variables; ``stored``: of attributes that are set."""
+    inner = [_names(one, stored) for one in code.co_consts if isinstance(one, CodeType)]
+    steps = dis.get_instructions(code) if stored else ()
+    found = (s.argval for s in steps if s.opname == 'STORE_ATTR')
+    return frozenset(found if stored else code.co_names).union(*inner)
 
 
 def live_names(code: CodeType, at: int) -> frozenset[str]:

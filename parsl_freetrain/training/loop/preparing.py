@@ -39,7 +39,7 @@ def prepare_model(
     how = clip_grad_norm, find_unused, parts.device, lambda: hooks.running
     steps = _make_steps(Stepped(parts.order, prepared, parts.peers, division, *how))
     goes_back = mode.on_nan == ROLLBACK
-    carried = Carried(variables, parts.device, prepared.tensors(), goes_back=goes_back)
+    carried = Carried(variables, parts.device, prepared, goes_back=goes_back)
     return Model(prepared, division, steps, watch, hooks, modules, Structure(prepared), carried)
 
 

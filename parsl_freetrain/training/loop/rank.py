@@ -43,7 +43,7 @@ from parsl_freetrain.training.spec.messages import Decoder, Outcome, RankEnd, Ra
 from parsl_freetrain.training.spec.mode import Reproducible
 from parsl_freetrain.training.steps import determinism
 
-_LARGEST_REQUEST = 1_000_000
+_LARGEST_MESSAGE = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class StandbyPlace:
         data, fd = b'', None
         if self.channel.poll(self.wait_s):
             with suppress(OSError):
-                data, fd = self.channel.recv_fd(_LARGEST_REQUEST)
+                data, fd = self.channel.recv_fd(_LARGEST_MESSAGE)
         launch = Decoder[Launch](Launch, 'the fork server').decode(data) if data else None
         if launch is None or fd is None:
             os._exit(0)
@@ -92,9 +92,6 @@ class StandbyContext(FragmentContext):
         if arrive is not None:
             super().__init__(arrive())
         return arrive is not None
-
-
-_LARGEST_EXCEPTION = 1_000_000
 
 
 class Rank:
@@ -300,4 +297,4 @@ def _packed(raised: BaseException, trace: TracebackType | None) -> bytes | None:
         print('The exception cannot be sent as an object:', file=sys.stderr)
         traceback.print_exc()
         return None
-    return data if len(data) <= _LARGEST_EXCEPTION else None
+    return data if len(data) <= _LARGEST_MESSAGE else None

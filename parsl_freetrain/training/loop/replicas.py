@@ -15,8 +15,6 @@ from parsl_freetrain.training.loop.rank_parts import Model, RankParts
 from parsl_freetrain.training.steps.buffers import is_plain
 from parsl_freetrain.training.steps.group_settings import plain_values
 
-_SHOWN = 6
-
 
 class Replicas:
     """Compares what all ranks hold alike, where that is bit for bit: on devices of one kind."""
@@ -51,7 +49,7 @@ class Replicas:
             first, *rest = gather(self._peers, others)
             names = [what for what in first if any(one.get(what) != first[what] for one in rest)]
             print(
-                f'Note: on each rank another one is {", ".join(names[:_SHOWN])}. Checkpoints hold '
+                f'Note: on each rank another one is {", ".join(names[:6])}. Checkpoints hold '
                 'what rank 0 has, with which all ranks go on after a cut.'
             )
 

@@ -11,7 +11,6 @@ from parsl_freetrain.training.comm.exchange_watch import exchanges
 from parsl_freetrain.training.spec.fragment_order import FragmentOrder
 
 ASSUMED_BYTES_PER_S = 200e6  # of a trainer's first checkpoint; most file systems are faster
-_STEPS = 8
 NEAR_END_S = 1.0
 """Minimum age of the checkpoint before the last global batch, in seconds, for which another one is
 written there. The last checkpoint is written when the user's function returns; a kill before that
@@ -30,7 +29,7 @@ class SaveTiming:
 
     def __init__(self, order: FragmentOrder) -> None:
         self._order = order
-        self._steps_s: deque[float] = deque(maxlen=_STEPS)
+        self._steps_s: deque[float] = deque(maxlen=8)
         self._first_step_s = 0.0
         self._expected_s = self.pause_s = self._tidying_s = 0.0
         self._saved_at, self._asked = time.monotonic(), False

@@ -23,7 +23,6 @@ _PACKAGE, _ROOM = 'parsl_freetrain.', 'parsl_freetrain.training.'
 _RANK = ('parsl_freetrain.training.loop.rank', 'parsl_freetrain.training.loop.debugging')
 _DYNAMIC = '<dynamic-code>'  # what cloudpickle (3.1.3 and later) says of a function sent by value
 _SHOWN = 6
-_LARGEST = 10**6  # elements
 _HOLDERS = Queue, SimpleQueue, threading.local, ContextVar, _lru_cache_wrapper
 T = TypeVar('T')
 
@@ -49,11 +48,6 @@ def set_variables(frame: FrameType, values: Mapping[str, Any]) -> None:
     frame.f_locals.update(values)
     if sys.version_info < (3, 13):  # later, a frame's variables can be set directly
         ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
-
-
-def marks(names: Mapping[str, Any]) -> dict[str, Any]:
-    """By name, what shows a later change of plain values and of the user's own objects."""
-    return {name: _mark(value) for name, value in names.items()}
 
 
 def among(names: Mapping[str, Any], kind: type[T]) -> dict[str, T]:
@@ -84,7 +78,7 @@ def unknown(
                 found.append((kind[0], f'{name}{inner}', kind[1]))
                 break
         else:
-            if _mark(value) != before[name]:
+            if mark_of(value) != before[name]:
                 found.append((5, name, f'a {type(value).__name__} that changes'))
     return {name: kind for _, name, kind in sorted(found)}
 
@@ -93,7 +87,7 @@ def size(one: Any) -> float:
     """A number, or the norm of small tensors; 0: it is none."""
     inner = [one, *(each for _, each in parts_of(one))] if type(one) in (dict, list) else [one]
     tensors = [t for t in inner if type(t) is torch.Tensor and is_plain(t) and not t.is_meta]
-    small = [t.detach() for t in tensors if t.is_floating_point() and t.numel() <= _LARGEST]
+    small = [t.detach() for t in tensors if t.is_floating_point() and t.numel() <= 10**6]
     return one if type(one) is float else float(torch.nn.utils.get_total_norm(small))
 
 
@@ -127,7 +121,8 @@ def _kind(value: Any) -> tuple[int, str] | None:
     return (1, 'a tensor that is trained') if trained else None
 
 
-def _mark(value: Any) -> Any:
+def mark_of(value: Any) -> Any:
+    """What shows a later change of plain values and of the user's own objects."""
     return mark(value) if may_be_saved(value) and not has_state(value) else None
 
 

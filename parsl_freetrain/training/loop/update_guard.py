@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -30,8 +29,6 @@ _OFFER = (
     "(another package's to ctx.keep), and do anything else that changes parameters in "
     'ctx.after_step(fn)'
 )
-
-
 _LEFT_OUT = (
     ' and was not given to ctx.prepare, so its state would be lost at the end of a fragment: give '
     'it to ctx.prepare'
@@ -45,8 +42,6 @@ _IN_PART = (
     'is an optimizer that steps where a gradient is only that of a part of the global batch: call '
     'step() of the one that ctx.prepare returned, in the body of ctx.loop, behind backward()'
 )
-
-_version_of: Callable[[torch.Tensor], int] = attrgetter('_version')
 
 
 class UpdateGuard:
@@ -118,7 +113,7 @@ class UpdateGuard:
             self._refuse(self._prepared + changed, 'Between two global batches, the function')
         self._batches += 1
         self._others = _norms(others) if others and self._thorough else None
-        self._versions = list(map(_version_of, self._watched))
+        self._versions = [tensor._version for tensor in self._watched]
         self._filled = [tensor._version for *_, tensor in self._memories]
         self._norms = self._norms_now() if self._thorough else None
 
@@ -127,7 +122,7 @@ class UpdateGuard:
         return self._batches & (self._batches - 1) == 0
 
     def _changed(self, first: int) -> int | None:
-        now = list(map(_version_of, self._watched[first:]))
+        now = [tensor._version for tensor in self._watched[first:]]
         if now == self._versions[first:]:
             return None
         pairs = enumerate(zip(now, self._versions[first:], strict=True), first)

@@ -92,7 +92,7 @@ class Verification:
         """Call in ``ctx.loop``, while there are no variables yet that belong to a batch."""
         if not self._variables:
             names = variables(self._hooks.functions)
-            self._variables = unknown_state.marks(names)
+            self._variables = {name: unknown_state.mark_of(one) for name, one in names.items()}
             sizes = {name: unknown_state.size(one) for name, one in names.items()}
             self._numbers_before = {name: one for name, one in sizes.items() if one}
 

@@ -224,9 +224,6 @@ def refuse_overwritten(
             )
 
 
-_NONE = id(None)
-
-
 def _seen(gradients: Sequence[torch.Tensor | None]) -> _Seen:
     there: Any = [gradient for gradient in gradients if gradient is not None]
     return list(map(id, gradients)), list(map(_version_of, there))
@@ -235,7 +232,7 @@ def _seen(gradients: Sequence[torch.Tensor | None]) -> _Seen:
 def _pairs(seen: _Seen) -> list[tuple[int, int]]:
     """Identity and version of each gradient; -1: there is none."""
     versions = iter(seen[1])
-    return [(i, -1 if i == _NONE else next(versions)) for i in seen[0]]
+    return [(i, -1 if i == id(None) else next(versions)) for i in seen[0]]
 
 
 def _norms_of(gradients: Iterable[torch.Tensor]) -> Sequence[torch.Tensor]:

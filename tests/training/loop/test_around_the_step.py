@@ -75,18 +75,6 @@ def averages_some_steps(ctx: FragmentContext) -> None:
     averages_prepared(ctx, lambda samples: samples == 0)
 
 
-def averages_its_data(ctx: FragmentContext) -> None:
-    model, optimizer = made(ctx)
-    keeper = type('Keeper', (), {})()
-    keeper.copy = copy.deepcopy(model)
-    for (x,) in ctx.loop(DATA, 4):
-        model(x).pow(2).mean().backward()
-        optimizer.step()
-        for mine, its in zip(keeper.copy.parameters(), model.parameters(), strict=True):
-            mine.data.mul_(0.9).add_(its.data, alpha=0.1)
-            mine.data += 1
-
-
 def clamps_weights(ctx: FragmentContext) -> None:
     def clamp(model: Any) -> None:
         with torch.no_grad():
@@ -97,13 +85,6 @@ def clamps_weights(ctx: FragmentContext) -> None:
 
 def clips_in_the_loop(ctx: FragmentContext) -> None:
     train(ctx, before_step=lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1))
-
-
-def replaces_gradients(ctx: FragmentContext) -> None:
-    def replace(model: Any) -> None:
-        model.weight.grad = torch.ones_like(model.weight)
-
-    train(ctx, before_step=replace)
 
 
 def reads_gradients(ctx: FragmentContext) -> None:
@@ -186,10 +167,8 @@ def averages_too_late(ctx: FragmentContext) -> None:
 REFUSED = {
     averages_around: 'changed average.module.weight, a parameter or buffer that was',
     averages_some_steps: 'called update_parameters of an AveragedModel in some iterations',
-    averages_its_data: 'changed keeper.copy.weight',
     clamps_weights: "changed the parameter 'weight'. In reproducible mode it runs once per",
     clips_in_the_loop: 'ctx.prepare(..., clip_grad_norm=...)',
-    replaces_gradients: 'A gradient was changed between backward() and optimizer.step()',
     reads_gradients: 'ctx.loop read the gradient of a parameter after backward(). In rep',
     reads_gradients_afterwards: 'or change it in any other way in ctx.before_step(fn)',
     fills_a_memory_of_a_package: 'changed package:memory.rows, a Tensor. It runs once',

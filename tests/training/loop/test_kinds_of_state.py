@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import date, timedelta
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -495,6 +495,10 @@ class Strength:
     def value(self) -> float:
         return self.turns / 10
 
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+        self.rise()
+        return gradient * (1 + self.value())
+
 
 def heat(turns: int = 0, memory: list[int] = [0]) -> float:  # noqa: B006
     memory[0] += turns
@@ -505,20 +509,26 @@ def heat(turns: int = 0, memory: list[int] = [0]) -> float:  # noqa: B006
 heat.calls = 0  # type: ignore[attr-defined]
 
 
+def tallied(tally: dict[str, int], turns: int = 0) -> int:
+    tally['turns'] = tally.get('turns', 0) + turns
+    return tally['turns']
+
+
 def state_of_classes_and_functions(ctx: FragmentContext) -> list[Any]:
-    """Attributes of a class and a function, a default, an object only bound methods have."""
+    """Attributes of a class and a function, a default, what a method or a partial alone has."""
     model, optimizer = line(ctx, 0.02)
     strength = Strength()
-    rise, value = strength.rise, strength.value
+    rise, value, tally = strength.rise, strength.value, partial(tallied, {})
     del strength
-    for turn in (Level.rise, rise, lambda: heat(1)):
+    for turn in (Level.rise, rise, lambda: heat(1), lambda: tally(turns=1)):
         ctx.each_epoch(turn)
 
     def loss_of(x: Any, y: Any) -> Any:
-        return F.mse_loss(model(x), y) / (1 + Level.now + sum(Level.log) + value() + heat())
+        known = Level.now + sum(Level.log) + value() + heat() + tally()
+        return F.mse_loss(model(x), y) / (1 + known)
 
     fit(ctx, loss_of, optimizer)
-    return [Level.now, Level.log, value(), heat()]
+    return [Level.now, Level.log, value(), heat(), tally()]
 
 
 class Meter(dict[str, int]):
@@ -569,6 +579,7 @@ def containers_of_all_kinds(ctx: FragmentContext) -> str:
     lists, meter, auto = defaultdict[Any, Any](list), Meter(), defaultdict[Any, Any](lambda: [0, 0])
     best, slots, phase = Best(-1, 0.0), Slots(), Phase.WARM
     seen, when, spin, large = frozenset[int](), date(2026, 1, 1), 1j, [0] * 40_000
+    by_id, ids = defaultdict[Any, Any](int), set[int]()
     for epoch in ctx.epochs():
         for x, y in ctx.loop(data, 4):
             optimizer.zero_grad()
@@ -596,11 +607,16 @@ def containers_of_all_kinds(ctx: FragmentContext) -> str:
         phase, seen, spin = Phase.MAIN if epoch else phase, seen | {epoch}, spin * 1j
         when += timedelta(days=1)
         large[33_333] += 1
+        by_id[id(model.weight)] += 1
+        by_id[id(model)] += 1
+        ids.add(id(model.bias))
         data.level += 0.1
         if not epoch:
             best_model, last_model = copy.deepcopy(model), copy.deepcopy(model)
     assert all(map(torch.equal, best_model.parameters(), last_model.parameters()))
     model.load_state_dict(best_model.state_dict())
+    assert by_id == {id(model.weight): 4, id(model): 4}
+    assert ids == {id(model.bias)}
     kept = nested, lists, dict(auto), meter, later, later.best, best, slots, phase, seen, when, spin
     return repr([*kept, large[33_333]]).replace('np.int64(', '').replace('):', ':')
 
@@ -926,12 +942,6 @@ def histories(ctx: FragmentContext) -> None:
     fit(ctx, lambda x, y: add() or F.mse_loss(model(x), y), optimizer)
 
 
-def sums_by_class(ctx: FragmentContext) -> None:
-    (model, optimizer), sums = line(ctx), np.zeros(9)
-    add: Any = lambda x: np.add.at(sums, (x[:, 0] > 0).int().numpy(), 1)  # noqa: E731
-    fit(ctx, lambda x, y: add(x) or F.mse_loss(model(x), y), optimizer)
-
-
 def cached_noise(ctx: FragmentContext) -> None:
     (model, optimizer), noise = line(ctx), lru_cache(typed=True)(lambda n: torch.randn(n))
     fit(ctx, lambda x, y: F.mse_loss(model(x), y + noise(1)), optimizer)
@@ -947,7 +957,6 @@ def grown_buffer(ctx: FragmentContext) -> None:
 REFUSED = {
     grown_buffer: "'scale' of a Linear was one of (1,) and torch.float32, and the body of ctx.loop",
     histories: 'keep one number or tensor for each sample',
-    sums_by_class: 'keep one number or tensor for each sample',
     cached_noise: 'caches its results (lru_cache)',
     trained_by_hand: "changed known['scale'], a parameter or buffer that was not given to",
     average_in_the_body: 'ctx.loop changed average_in_the_body.average.weight, a Tensor. It runs',
@@ -1040,9 +1049,50 @@ def target_of_a_loss(ctx: FragmentContext) -> None:
     fit(ctx, loss, optimizer)
 
 
+def callbacks(ctx: FragmentContext) -> list[int]:
+    """Objects with a model in them, in a list with what no checkpoint holds."""
+    model, optimizer = line(ctx, 0.02)
+    kept = Namespace(all=[Strength(), Strength(), print, model])
+    every: Any = (*kept.all, lambda loss: loss / (1 + every[1].turns))
+    kept.all[1].model = model
+    for epoch in ctx.epochs():
+        fit(ctx, lambda x, y: every[-1](F.mse_loss(model(x), y)), optimizer)
+        every[0].rise()
+        kept.all[epoch % 2].rise()
+    return [one.turns for one in kept.all[:2]]
+
+
+def rising_hook(change: Callable[..., Any]) -> Callable[..., Any]:
+    strength = Strength()
+
+    def hook(*given: Any) -> Any:
+        strength.rise()
+        return change(1 + strength.value() / 9, *given)
+
+    return hook
+
+
+def hooks_of_all_kinds(ctx: FragmentContext) -> None:
+    """What they count is nowhere else."""
+    torch.manual_seed(1)
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = sgd(model, lr=0.01)
+    optimizer.register_step_post_hook(
+        rising_hook(lambda by, its, *_: its.param_groups[0].update(lr=0.01 / by))
+    )
+    model[0].register_forward_hook(rising_hook(lambda by, _, __, out: out * by))
+    model[1].register_forward_pre_hook(rising_hook(lambda by, _, its: (its[0] * by,)))
+    model[1].register_full_backward_hook(rising_hook(lambda by, _, its, __: (its[0] * by,)))
+    model[1].weight.register_hook(partial(Strength()))
+    model, optimizer = ctx.prepare(model, optimizer)
+    fit(ctx, lambda x, y: F.mse_loss(model(x), y), optimizer)
+
+
 @pytest.mark.parametrize(
     ('function', 'mode'),
     [
+        (hooks_of_all_kinds, 'reproducible'),
+        (callbacks, 'reproducible'),
         (parameter_of_no_model, 'reproducible'),
         (settings_by_epoch, 'reproducible'),
         (copies_of_the_model, 'reproducible'),

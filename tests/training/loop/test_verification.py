@@ -301,7 +301,7 @@ def test_variables_are_searched_for_state() -> None:
         'text': 'none',
         'numpy': np,
     }
-    before = unknown_state.marks(names)
+    before = {name: unknown_state.mark_of(one) for name, one in names.items()}
     names['turns'].append(2)
     names['batch'] = torch.zeros(1)  # since then
     assert list(unknown_state.unknown(names, [known], before).items()) == [
