@@ -51,7 +51,6 @@ class Weight:
 
 
 def train(ctx: FragmentContext, by_epochs: bool, stops: int) -> list[Any]:
-    global seen, where
     torch.manual_seed(1)
     model: Any = Line(2, 1)
     model.passes = 0
@@ -64,25 +63,34 @@ def train(ctx: FragmentContext, by_epochs: bool, stops: int) -> list[Any]:
         nonlocal steps
         steps += 1
 
-    for _ in ctx.epochs() if by_epochs else '1':
+    def take(number: int, x: torch.Tensor) -> None:
+        global seen, where
+        nonlocal position
+        counted()
+        if ctx.samples != position:  # once a step, on each rank
+            position = ctx.samples
+            begun.append(position)
+        seen, where = seen + 1, ctx.samples
+        ctx.state['steps'] = ctx.state.get('steps', 0) + 1
+        own['steps'] = own.get('steps', 0) + 1
+        model.passes += 1
+        loss = model(x).pow(2).mean() * (ctx.state['steps'] + own['steps'] + model.passes)
+        loss = loss * weight.of(loss) * (1 + number / 20 + steps / 20 + seen / 20)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if ctx.fragment == 1 and 0 < stops <= steps:
+            if steps == stops and ctx.rank == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.05)  # ranks agree every quarter of a second
+
+    if by_epochs:
+        for _ in ctx.epochs():
+            for number, (x,) in enumerate(ctx.loop(DATA, BATCH)):
+                take(number, x)
+    else:
         for number, (x,) in enumerate(ctx.loop(DATA, BATCH)):
-            counted()
-            if ctx.samples != position:  # once a step, on each rank
-                position = ctx.samples
-                begun.append(position)
-            seen, where = seen + 1, ctx.samples
-            ctx.state['steps'] = ctx.state.get('steps', 0) + 1
-            own['steps'] = own.get('steps', 0) + 1
-            model.passes += 1
-            loss = model(x).pow(2).mean() * (ctx.state['steps'] + own['steps'] + model.passes)
-            loss = loss * weight.of(loss) * (1 + number / 20 + steps / 20 + seen / 20)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            if ctx.fragment == 1 and 0 < stops <= steps:
-                if steps == stops and ctx.rank == 0:
-                    os.kill(os.getpid(), signal.SIGTERM)
-                time.sleep(0.05)  # ranks agree every quarter of a second
+            take(number, x)
     assert ctx.rank or len(begun) in (STEPS, 10 * STEPS), begun
     numbers = [steps, seen, number, weight.counts['steps'], weight.mean]
     return [*numbers, ctx.state['steps'], own['steps'], model.passes]
