@@ -134,7 +134,8 @@ def may_count(one: Any) -> bool:
     """
     own = getattr(one, '__dict__', {}) if is_package(type(one)) else {}  # type: ignore[arg-type]
     of = {type(value).__module__.partition('.')[0] for value in [*own.values()]}
-    return bool(own) and not (of & _OF_PROCESS or is_large(own, _LOOKED_AT))
+    # A proxy (wandb) has another object's.
+    return type(own) is dict and bool(own) and not (of & _OF_PROCESS or is_large(own, _LOOKED_AT))
 
 
 @lru_cache(maxsize=4096)

@@ -4,6 +4,7 @@ from collections import Counter, UserDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from parsl_freetrain import BadInput
-from parsl_freetrain.training.loop.changes import is_large, is_library, mark
+from parsl_freetrain.training.loop.changes import is_large, is_library, mark, may_count
 from parsl_freetrain.training.loop.packing import How, packed, unpacked
 
 
@@ -118,3 +119,12 @@ def test_what_a_state_has_beside_its_values_is_kept() -> None:
     state._metadata['']['device'] = torch.device('cpu')
     again = unpacked(packed(state, HOW), None, HOW)
     assert again._metadata == state._metadata and again.keys() == state.keys()
+
+
+def test_a_proxy_of_a_package_counts_nothing_itself() -> None:
+    """As wandb's, whose ``__dict__`` is another object's; it ended a trainer with a TypeError."""
+    own: Any = property(lambda self: MappingProxyType({'step': 1}))
+    assert not may_count(type('Proxy', (), {'__module__': 'pytest', '__dict__': own})())
+    plain: Any = type('Plain', (), {'__module__': 'pytest'})()
+    plain.step = 1
+    assert may_count(plain)
