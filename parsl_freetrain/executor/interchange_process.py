@@ -15,12 +15,14 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-    threading.Thread(target=_end_by_parent, args=(os.getppid(),), daemon=True).start()
+    parent = os.getppid()
+    threading.Thread(target=_end_by_parent, args=(parent,), daemon=True).start()
     allow_open_files()
     import_parsl(runs_apps=False)
     from parsl_freetrain.executor.interchange import PinningInterchange
 
-    PinningInterchange(**pickle.load(sys.stdin.buffer)).start()  # noqa: S301
+    if os.getppid() == parent:  # or else it was killed meanwhile, and nobody would end this one
+        PinningInterchange(**pickle.load(sys.stdin.buffer)).start()  # noqa: S301
 
 
 def _end_by_parent(parent: int) -> None:

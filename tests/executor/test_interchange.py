@@ -50,6 +50,25 @@ def test_files_of_a_user_are_not_taken_for_modules_of_python(tmp_path: Path) -> 
     assert done.returncode and b'another one' not in done.stderr
 
 
+@pytest.mark.parametrize('parents', [(7, 7), (7, 1)])
+def test_none_starts_whose_program_was_killed_meanwhile(parents: tuple[int, int]) -> None:
+    """It ignores signals of others, and would have stayed for ever."""
+    program = f"""
+import io, os, pickle, sys
+from types import SimpleNamespace
+from parsl_freetrain.executor import interchange, interchange_process
+parents = iter({parents})
+os.getppid = lambda: next(parents)
+sys.stdin = SimpleNamespace(buffer=io.BytesIO(pickle.dumps({{}})))
+interchange.PinningInterchange = lambda: SimpleNamespace(start=lambda: print('started'))
+interchange_process.main()
+"""
+    done = subprocess.run(
+        [sys.executable, '-c', program], stdout=subprocess.PIPE, text=True, timeout=LIMIT_S
+    )
+    assert (done.returncode, done.stdout) == (0, 'started\n' if parents[1] == 7 else '')
+
+
 def test_parsl_has_what_the_subclass_needs() -> None:
     for name, parameters in METHODS.items():
         assert list(inspect.signature(getattr(Interchange, name)).parameters) == parameters, (
