@@ -1,7 +1,5 @@
 """Looks at the first iterations of the user's loop for what would be lost or trained wrongly."""
 
-from __future__ import annotations
-
 import dis
 import gc
 import sys

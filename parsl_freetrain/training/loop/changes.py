@@ -1,7 +1,5 @@
 """What shows that a value has changed, and whether a checkpoint may hold it."""
 
-from __future__ import annotations
-
 import hashlib
 import marshal
 import math

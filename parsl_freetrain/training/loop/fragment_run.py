@@ -1,7 +1,5 @@
 """What is behind the context of a fragment: the models, the loops and the progress of one rank."""
 
-from __future__ import annotations
-
 import math
 import time
 import traceback

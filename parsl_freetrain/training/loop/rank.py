@@ -1,7 +1,5 @@
 """One rank from its start to its last message."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

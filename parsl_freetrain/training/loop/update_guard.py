@@ -1,7 +1,5 @@
 """Refuses loops that change parameters where the training does not notice."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref

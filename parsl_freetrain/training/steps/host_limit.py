@@ -1,5 +1,6 @@
 """Whether a device waits for Python, which launches its operations."""
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,9 +21,14 @@ class HostLimit:
     """
 
     def __init__(
-        self, *, on: bool, device: Any = torch.cuda, clock: Callable[[], float] = time.perf_counter
+        self,
+        shards: int,
+        *,
+        on: bool,
+        device: Any = torch.cuda,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._device, self._clock = device, clock
+        self._shards, self._device, self._clock = shards, device, clock
         self._on, self._number, self._began = on, 0, 0.0
         self._took: list[float] = []
         self._events: list[Any] = []
@@ -37,8 +43,8 @@ class HostLimit:
             self._device._sleep(int(_CYCLES * min(_SPARE * min(self._took), _MOST_S)))
             self._events[0].record()
 
-    def end(self) -> None:
-        """Call after it."""
+    def end(self, passes: int, samples: int) -> None:
+        """Call after it; ``passes``: of this rank in a step, of up to so many ``samples`` each."""
         if not self._on:
             return
         if _WARM_UP < self._number < _LOOKED_AT:
@@ -50,9 +56,14 @@ class HostLimit:
             python_s = min(self._took)
             device_s = self._events[0].elapsed_time(self._events[1]) / 1e3
             if python_s > _FACTOR * device_s:
+                enough = self._shards * _FACTOR * device_s / python_s
+                # A rank needs a shard.
+                fewer = max(2 ** math.floor(math.log2(max(enough, 1))), -(-self._shards // passes))
+                mode = f'mode=Reproducible(shards={fewer}), ' if passes > 1 else ''
                 print(
                     'The device waits for Python, which launches its operations: a forward and '
-                    f'backward pass takes Python {1e3 * python_s:.3g} ms and the device '
-                    f'{1e3 * device_s:.3g} ms: use fewer virtual shards, '
-                    'torch.compile(model) or larger batches.'
+                    f'backward pass of {samples} samples, of which this rank has {passes} in a '
+                    f'step, takes Python {1e3 * python_s:.3g} ms and the device '
+                    f'{1e3 * device_s:.3g} ms. What helps: {mode}torch.compile(model) or larger '
+                    'batches.'
                 )

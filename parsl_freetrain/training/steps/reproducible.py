@@ -66,7 +66,7 @@ class ReproducibleSteps:
         self._lay_out()
         self._micro_batch: MicroBatch | None = None
         self._own = self._layout.empty()
-        self._limit = HostLimit(on=device.type == 'cuda' and hasattr(torch.cuda, '_sleep'))
+        self._limit = HostLimit(shards, on=device.type == 'cuda' and hasattr(torch.cuda, '_sleep'))
         self._waiting = False  # for the first micro-batch of a global batch
         self._none_left = False
         self._alone = shards == 1 and self.adds_buffers  # its buffers are right as they are
@@ -188,7 +188,7 @@ class ReproducibleSteps:
             self._put_buffers(self._own, self._sum.weight(micro_batch.part))
         self._sum.add(self._node_of(micro_batch), self._own)
         self._micro_batch = None
-        self._limit.end()
+        self._limit.end(len(self._sum.mine) // self._width, max(self._sum.sizes))
 
     @torch.no_grad()
     def end(self, wish: Callable[[], int], time_left: Callable[[], float]) -> int:
