@@ -1,7 +1,5 @@
 """``@freetrain_app``: from a PyTorch function to trainers that run in holes."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import time
@@ -40,7 +38,7 @@ if TYPE_CHECKING:
     from parsl_freetrain.rehearsal import Rehearsal
 
 # What a call does instead of starting a trainer, in ``freetrain rehearse``.
-instead_of_calls: Callable[[FreeTrainApp, Any, Any], TrainingFuture] | None = None
+instead_of_calls: Callable[['FreeTrainApp', Any, Any], TrainingFuture] | None = None
 
 
 class FreeTrainApp:
@@ -58,7 +56,7 @@ class FreeTrainApp:
         self.name: str = definition(function).__name__
         self.executor = executor
 
-    def with_options(self, *, name: str | None = None, **options: Any) -> FreeTrainApp:
+    def with_options(self, *, name: str | None = None, **options: Any) -> 'FreeTrainApp':
         """The same function with other settings: ``name``, from which the names of trainers are
         made, and those of :func:`freetrain_app`, such as ``total_epochs`` and ``mode``. What is not
         given stays as it is. Raises BadInput as :func:`freetrain_app`.
@@ -157,7 +155,7 @@ class FreeTrainApp:
         args, kwargs = arguments.values_of(args, kwargs)
         return train_here(app.name, app.spec, self.function, args, kwargs)
 
-    def _seeded(self, kwargs: dict[str, Any]) -> tuple[FreeTrainApp, dict[str, Any]]:
+    def _seeded(self, kwargs: dict[str, Any]) -> tuple['FreeTrainApp', dict[str, Any]]:
         """This with the seed of a call, and what the function gets."""
         seed, own = kwargs.get('seed'), 'seed' in inspect.signature(self.function).parameters
         if 'seed' not in kwargs or (own and (not isinstance(seed, int) or isinstance(seed, bool))):

@@ -16,6 +16,7 @@ HELD = *CONTAINERS, np.ndarray, torch.Tensor
 ITEMS = 64  # of a container of which the inner ones are looked at
 _SMALL, _LARGE = 1_000, 10**7  # elements of what is looked at in each step, and in some
 _TAIL = 256  # of a list of which the last elements are looked at
+_NEARLY = 0.75
 _INNER = list, dict, set, deque
 _NAMES = int, str, tuple, np.integer  # of samples
 Difference = tuple[Any, Any]  # what is gone, and what has come
@@ -225,6 +226,6 @@ def of_samples(parts: Collection[Collection[Any]], repeated: float) -> bool | No
     """
     every = set[Any]().union(*parts)
     again = sum(map(len, parts)) - len(every)
-    if again and all(len(own) >= 0.75 * len(every) for own in parts):
+    if again and all(len(own) >= _NEARLY * len(every) for own in parts):
         return False
     return True if again <= repeated else None

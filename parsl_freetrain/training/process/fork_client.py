@@ -1,7 +1,5 @@
 """The client of a node's fork server, and the ranks that it has launched. Imports no torch."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os
@@ -11,7 +9,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from parsl_freetrain.core.model.errors import FreeTrainError
 from parsl_freetrain.host.files import open_log
@@ -68,7 +66,7 @@ class ForkClient:
         self._asked: Channel[fork.ForkAnswer] | None = None  # a template that has not answered yet
 
     @classmethod
-    def start(cls, name: str, owner_pid: int, log: str, template: str | None = None) -> ForkClient:
+    def start(cls, name: str, owner_pid: int, log: str, template: str | None = None) -> Self:
         """Start a fork server, unless one with this name is running; returns at once. It has the
         caller's environment, folder and modules, and ends, with its ranks, when ``owner_pid`` ends.
         A suitable ``template`` forks it, which saves importing torch; else a process is started.
@@ -86,9 +84,7 @@ class ForkClient:
         return parent
 
     @classmethod
-    def start_template(
-        cls, name: str, owner_pid: int, log: str, new_session: bool = True
-    ) -> ForkClient:
+    def start_template(cls, name: str, owner_pid: int, log: str, new_session: bool = True) -> Self:
         """As :meth:`start`, for a template, which others can ask at once; in its own session."""
         parent = cls(name, log)
         parent._owner_pid = owner_pid

@@ -1,7 +1,5 @@
 """What a trainer trains, and how: one record, passed from the decorator to the ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Container, Mapping, Sequence
 from datetime import datetime
@@ -223,7 +221,7 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
         mode: Modes,
         ranks: Ranks,
         **others: Any,
-    ) -> TrainingSpec:
+    ) -> 'TrainingSpec':
         """From the decorator's arguments. Raises BadInput if they contradict each other."""
         diloco = mode if isinstance(mode, DiLoCo) else None
         mode = mode.inner if isinstance(mode, DiLoCo) else mode
@@ -307,7 +305,7 @@ class TrainingSpec(Settings, frozen=True, kw_only=True):
         fewest = max(1, min(accelerators, default=0))
         return min(fewest, self.shards // self.max_nodes) if self.shards else fewest
 
-    def with_ranks(self, per_node: int) -> TrainingSpec:
+    def with_ranks(self, per_node: int) -> 'TrainingSpec':
         """With a known number of ranks per node, and so of virtual shards."""
         return structs.replace(self, ranks=structs.replace(self.ranks, per_node=per_node))
 

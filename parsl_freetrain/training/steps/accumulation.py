@@ -13,6 +13,7 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.checkpoint.trainables import Prepared, parameters_of
 from parsl_freetrain.training.steps import gradient_guard, scaling
 
+_BUCKET_BYTES = 2**25
 UNUSED = (
     'An iteration of ctx.loop ended with gradients that were not used; the end of a fragment would '
     'drop them: call optimizer.step() once in every iteration (to accumulate the gradients of n '
@@ -201,7 +202,7 @@ def buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     bucket: list[torch.Tensor] = []
     size = 0
     for gradient in gradients:
-        if bucket and (gradient.dtype != bucket[0].dtype or size + gradient.nbytes > 2**25):
+        if bucket and (gradient.dtype != bucket[0].dtype or size + gradient.nbytes > _BUCKET_BYTES):
             yield bucket
             bucket, size = [], 0
         bucket.append(gradient)

@@ -10,6 +10,8 @@ from parsl_freetrain.core.model.errors import BadInput
 from parsl_freetrain.training.comm.collectives import broadcast_into
 from parsl_freetrain.training.comm.peers import Peers
 
+_SMALL_BYTES = 4096
+
 
 class Buffers:
     """Remembers the buffers of models, and undoes what was done to them, also by other tensors in
@@ -81,7 +83,7 @@ class Buffers:
         self.changed_firsts = [
             i
             for i, buffer in enumerate(self.integers)
-            if buffer.nbytes <= 4096 or buffer._version != self._versions[i]
+            if buffer.nbytes <= _SMALL_BYTES or buffer._version != self._versions[i]
         ]
 
     def take_firsts(self, peers: Peers, first: int, changed: Sequence[int]) -> None:
