@@ -167,7 +167,9 @@ class FreeTrainApp:
             return self, left
         return self.with_options(mode=self.spec.seeded(seed)), left
 
-    def rehearse(self, *args: Any, steps: int = 12, plain: Any = None, **kwargs: Any) -> Rehearsal:
+    def rehearse(
+        self, *args: Any, steps: int = 12, plain: Any = None, **kwargs: Any
+    ) -> 'Rehearsal':
         """Train some ``steps`` (global batches) on this computer, with the arguments of a call:
         undisturbed, cut, killed, on several ranks, with and without DataLoader workers. The answer,
         printed, is a table of what differs. ``plain``: the same as plain PyTorch, a function of an

@@ -106,7 +106,8 @@ class Body:
         self._iterations = self._before = self.batches = 0  # the last: global ones
         self._shared, self._fixed = list[Space](), dict[int, Any]()
         self._show: Callable[[], object] = dict  # what is hidden is there again
-        self._data = call.data.dataset
+        # A stream's workers run for as long as it is held.
+        self._data = None if is_stream(call.data.dataset) else call.data.dataset
         self._read = self._loaders()
         self._refuse_loaders()
         backward.watch()
@@ -163,7 +164,7 @@ class Body:
             )
         if self._around is not None and self._iterations > 1 and self.batches > 1:
             self._refuse_loaders()
-            self._around = None
+            self._around = self._data = None
 
     def _loaders(self) -> dict[str, int]:
         """By name: how many batches an iterator over a DataLoader has given."""
@@ -172,8 +173,7 @@ class Body:
         if self._around is not None:
             its = self._around.f_locals.items()
             names = {name: one for name, one in its if not isinstance(one, known)}
-        if not is_stream(self._data):
-            names |= {f'dataset{at}': one for at, one in parts_of(self._data)}
+        names |= {f'dataset{at}': one for at, one in parts_of(self._data)}
         found = {name: _given(one) for name, one in among(names, Iterator).items()}  # type: ignore[type-abstract]
         return {name: given for name, given in found.items() if given is not None}
 
