@@ -1012,6 +1012,21 @@ def test_steps_by_another_method_are_refused_at_once() -> None:
     assert 'without optimizer.step()' in refused_here(train, total_epochs=3, mode=Throughput())
 
 
+class Wrapper(torch.optim.SGD):
+    """As Opacus's: torch's __init__ was not called."""
+
+    def __init__(self, inner: Any) -> None:
+        self.__dict__.update((k, v) for k, v in vars(inner).items() if not k.endswith('_hooks'))
+
+
+def test_an_optimizer_without_hooks_is_refused_where_ranks_need_them() -> None:
+    def train(ctx: FragmentContext) -> None:
+        model = nn.Linear(4, 1)
+        ctx.prepare(model, Wrapper(sgd(model)))
+
+    assert 'an optimizer without hooks' in refused_here(train, total_epochs=1, mode=Throughput())
+
+
 class MadeInForward(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.passes = getattr(self, 'passes', 0) + 1
