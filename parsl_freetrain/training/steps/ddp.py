@@ -43,9 +43,7 @@ class ThroughputSteps:
                 'makes it fast, too), or train in reproducible mode.'
             )
         if not all(hasattr(one, '_optimizer_step_pre_hooks') for one in prepared.optimizers):
-            raise BadInput(
-                'ctx.prepare got an optimizer without hooks (Opacus): train in reproducible mode.'
-            )
+            raise BadInput('An optimizer without hooks (Opacus): train in reproducible mode.')
         self._settings = GroupSettings(prepared.optimizers)
         if not division.pipelined:  # stages have optimizers of their own
             self._settings.follow_steps()

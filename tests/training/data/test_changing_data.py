@@ -75,11 +75,16 @@ def by_what_was_learned(ctx: FragmentContext, at: int, workers: int, within_epoc
             yield
             change()
 
-    if not within_epochs:
-        ctx.each_epoch(change)
-    for _ in epochs() if within_epochs else [None]:
+    def train() -> None:
         for (x,) in ctx.loop(data, 4, num_workers=workers, shuffle=False):
             step(ctx, at, model, optimizer, x)
+
+    if within_epochs:
+        for _ in epochs():
+            train()
+    else:
+        ctx.each_epoch(change)
+        train()
 
 
 @pytest.mark.parametrize(
