@@ -1024,7 +1024,7 @@ def test_an_optimizer_without_hooks_is_refused_where_ranks_need_them() -> None:
         model = nn.Linear(4, 1)
         ctx.prepare(model, Wrapper(sgd(model)))
 
-    assert 'an optimizer without hooks' in refused_here(train, total_epochs=1, mode=Throughput())
+    assert 'optimizer without hooks' in refused_here(train, total_epochs=1, mode=Throughput())
 
 
 class MadeInForward(nn.Linear):
