@@ -1,7 +1,5 @@
 """``freetrain logs``: shows the output of a trainer's ranks."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading
@@ -23,6 +21,13 @@ from parsl_freetrain.training.spec.diloco import replica_folder
 FOLLOW_S = 0.5  # seconds between two reads of growing files
 _NAME = re.compile(r'fragment-(\d+)-rank-(\d+)\.log')
 _ESCAPES = re.compile(r'\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])')
+
+
+@dataclass(frozen=True, order=True)
+class LogFile:
+    fragment: int
+    rank: int
+    path: Path = field(compare=False)
 
 
 def logs(
@@ -98,14 +103,10 @@ def _chosen(
     if not chosen and required:
         numbers = sorted({file.fragment for file in found})
         ranks = sorted({file.rank for file in found if file.fragment == fragment})
-        if ranks:
-            raise BadInput(
-                f'Fragment {fragment} of trainer {trainer!r} has no log of rank {rank}; there are '
-                f'those of {_listed(ranks)}.'
-            )
+        what = f'rank {rank} in fragment {fragment}' if ranks else f'a fragment {fragment}'
         raise BadInput(
-            f'Trainer {trainer!r} has no log of a fragment {fragment}; there are those of '
-            f'{_listed(numbers)}.'
+            f'Trainer {trainer!r} has no log of {what}; there are those of '
+            f'{_listed(ranks or numbers)}.'
         )
     return chosen
 
@@ -138,13 +139,6 @@ def _follow(look: Callable[[], list[LogFile]], over: Callable[[], bool], tail: i
         if last:
             return
         pause.wait(FOLLOW_S)
-
-
-@dataclass(frozen=True, order=True)
-class LogFile:
-    fragment: int
-    rank: int
-    path: Path = field(compare=False)
 
 
 def logs_in(folder: Path) -> list[LogFile]:

@@ -86,13 +86,10 @@ def _nodes(outcome: PoolResult, path: Path) -> Path:
 def lanes(outcome: PoolResult) -> list[tuple[Floats, Floats, Floats]]:
     """Starts, ends and nodes of fragments by lane: each trainer's, reused when it has ended."""
     series = outcome.series
-    first: dict[str, float] = {}
-    last: dict[str, float] = {}
-    for name, start, end in zip(
-        series.span_trainer, series.span_start.tolist(), series.span_end.tolist(), strict=True
-    ):
-        first[name] = min(first.get(name, start), start)
-        last[name] = max(last.get(name, end), end)
+    trainers = pd.Series(series.span_trainer, dtype=object)
+    starts = pd.Series(series.span_start).groupby(trainers, sort=False)
+    first: dict[Any, float] = starts.min().to_dict()
+    last: dict[Any, float] = pd.Series(series.span_end).groupby(trainers).max().to_dict()
     free: list[int] = []
     busy: list[tuple[float, int]] = []
     lane: dict[str, int] = {}
@@ -147,9 +144,8 @@ def _decisions(outcome: PoolResult, path: Path) -> Path:
     left, right = figure.subplots(1, 2, sharey=True)
     if len(took):
         # There is a decision for every instant except the end of the window.
-        left.plot(
-            outcome.series.idle[: len(took)], took, '.', markersize=3, alpha=0.4, color='#0072B2'
-        )
+        idle = outcome.series.idle[: len(took)]
+        left.plot(idle, took, '.', markersize=3, alpha=0.4, color='#0072B2')
         right.plot(np.linspace(0, 100, len(took)), np.sort(took), color='#0072B2')
         for share in (50, 99):
             at = float(np.percentile(took, share))
@@ -210,11 +206,7 @@ def _node_seconds_of(table: pd.DataFrame, swept: Sequence[str], path: Path) -> P
     axes = figure.subplots()
     left = np.zeros(len(table))
     for key, why in WHERE_THEY_WENT.items():
-        share = (
-            100
-            * table[f'node_s_{key}'].to_numpy(dtype=float)
-            / table['idle_node_s'].to_numpy(dtype=float)
-        )
+        share = 100 * (table[f'node_s_{key}'] / table['idle_node_s']).to_numpy(dtype=float)
         if share.any():
             axes.barh(range(len(table)), share, left=left, color=COLOURS[key], label=why)
             left += share
@@ -229,9 +221,8 @@ def _decisions_of(table: pd.DataFrame, swept: Sequence[str], path: Path) -> Path
     axes = figure.subplots()
     marks = ('p50', 'median', 'o'), ('p99', '99 %', 'D'), ('max', 'longest', '|')
     for which, label, mark in marks:
-        axes.plot(
-            table[f'decision_ms_{which}'], range(len(table)), mark, color='#0072B2', label=label
-        )
+        found = table[f'decision_ms_{which}']
+        axes.plot(found, range(len(table)), mark, color='#0072B2', label=label)
     axes.set_xscale('log')
     _name_rows(axes, table, swept)
     axes.set_xlabel('ms for a decision')

@@ -199,11 +199,8 @@ def test_partly_used_nodes_on_which_a_job_does_not_start_do_not_suit_it(
     scheduler: Scripted, tracker: BlockTracker
 ) -> None:
     """What it lacks there is not told. Nodes of ours serve it before it is ignored."""
-    mixed, ours = (
-        Nodes('batch', (name,), state, cpus=4)
-        for name, state in (('a', 'mixed'), ('b', 'allocated'))
-    )
-    scheduler.there = mixed, ours
+    there = ('a', 'mixed'), ('b', 'allocated')
+    scheduler.there = tuple(Nodes('batch', (name,), state, cpus=4) for name, state in there)
     running = BatchJob('5', JobState.RUNNING, 'batch', 1, 0.0, 9e9, names=('a',), cpus=1)
     mine = replace(running, job_id=BLOCK.job_id, names=('b',), user=own_name(), cpus=0)
     scheduler.queue = running, mine, BatchJob('7', JobState.PENDING, 'batch', 1, cpus=1)

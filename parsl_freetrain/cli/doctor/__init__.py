@@ -97,7 +97,7 @@ def _facts(folder: Path, through: str) -> dict[str, Any]:
     from parsl.addresses import get_all_addresses
 
     from parsl_freetrain.cli.doctor.measuring import (
-        ask_here,
+        ask,
         ask_there,
         file_system,
         free_ports,
@@ -116,7 +116,7 @@ def _facts(folder: Path, through: str) -> dict[str, Any]:
         'at': time.time(),
         'system': ' '.join(platform.uname()),
         'command': sys.orig_argv,
-        'here': ask_here(),
+        'here': ask([], {}),
         'schedulers': {kind.label: list(kind.programs) for kind in types if kind.programs},
         'programs': programs(types),
         'file_system': file_system(folder),

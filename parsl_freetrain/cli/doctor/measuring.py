@@ -16,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from parsl_freetrain.core.model.errors import BadInput, FreeTrainError
 from parsl_freetrain.host.files import sync_dir, write_new
 from parsl_freetrain.sites.batch.scheduler_commands import Commands
@@ -79,13 +81,10 @@ def _seconds(call: Any, *arguments: Any, **named: Any) -> float:
 
 
 def _mount(folder: Path) -> dict[str, str]:
-    best = ('', '', '')
-    for line in Path('/proc/self/mounts').read_text().splitlines():
-        _, point, kind, options, *_ = line.split(' ')
-        point = point.encode().decode('unicode_escape')
-        if folder.resolve().is_relative_to(point) and len(point) >= len(best[0]):
-            best = (point, kind, options)
-    return dict(zip(('mount', 'type', 'options'), best, strict=True))
+    mounts = psutil.disk_partitions(all=True)[::-1]  # of several at one place, the last counts
+    around = (one for one in mounts if folder.resolve().is_relative_to(one.mountpoint))
+    best = max(around, key=lambda one: len(one.mountpoint))
+    return {'mount': best.mountpoint, 'type': best.fstype, 'options': best.opts}
 
 
 def _skew(path: Path) -> float:
@@ -175,10 +174,6 @@ def private_folder(where: Path) -> Iterator[Path]:
 ANSWER_S = 120.0  # a user's endpoint process may have to be started
 
 
-def ask_here() -> dict[str, Any]:
-    return _probe([], {})
-
-
 def ask_there(command: Sequence[str], folder: Path, addresses: Sequence[str]) -> dict[str, Any]:
     """The probe's answer on a computer that ``command`` reaches, ``clock_skew_s`` and ``race``."""
     with private_folder(folder) as shared, socket.create_server(('', 0), backlog=8) as server:
@@ -188,7 +183,7 @@ def ask_there(command: Sequence[str], folder: Path, addresses: Sequence[str]) ->
         other = threading.Thread(target=_meet, args=(shared, raced), name='doctor-race')
         other.start()
         begun = time.time()
-        answer = _probe(command, question)
+        answer = ask(command, question)
         ended = time.time()
         (shared / 'ready').touch()  # in case it never came
         other.join()
@@ -209,7 +204,7 @@ def _meet(shared: Path, raced: dict[str, Any]) -> None:
             raced['race'] = race(shared)
 
 
-def _probe(command: Sequence[str], question: dict[str, Any]) -> dict[str, Any]:
+def ask(command: Sequence[str], question: dict[str, Any]) -> dict[str, Any]:
     whole = [*command, sys.executable, '-P', '-m', 'parsl_freetrain.training.process.probe']
     asked = json.dumps(question)
     try:

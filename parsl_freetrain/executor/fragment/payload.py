@@ -179,7 +179,7 @@ class _Loaded:
             for name, module in loaded:
                 # cloudpickle knows plain modules only; torch.backends.cudnn is of its own class.
                 if isinstance(module, ModuleType) and type(module) is not ModuleType:
-                    copyreg.pickle(type(module), _by_import)
+                    copyreg.pickle(type(module), lambda m: (importlib.import_module, (m.__name__,)))
                 if getattr(module, '__name__', None) == name:
                     packages.setdefault(name.partition('.')[0], []).append(module)
             self._in, self._below = {}, {}
@@ -207,10 +207,6 @@ class _Loaded:
 
 _loaded = _Loaded()
 _SEARCH = '_find_imported_submodules'
-
-
-def _by_import(module: ModuleType) -> tuple[Callable[[str], ModuleType], tuple[str]]:
-    return importlib.import_module, (module.__name__,)
 
 
 def _home(top: ModuleType | None) -> Path | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from types import FrameType, ModuleType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -298,7 +298,7 @@ class Carried:
     def _class(self, name: str) -> Any:
         known = [its.get(name) for f in self._frames for its in (f.f_locals, f.f_globals)]
         known.append(self._places.classes.get(name))
-        return next((one for one in known if isinstance(one, type)), None)
+        return next((one for one in known if isinstance(one, (type, FunctionType))), None)
 
     def _variables(self, *, all_of: bool = False) -> Iterator[tuple[str, Any]]:
         found: dict[str, Any] = {}
@@ -309,9 +309,7 @@ class Carried:
         found.update((place.path, one) for place, one in self._places)
         for path, one in found.items():
             left_out = changes.is_ours(one) or isinstance(one, (Dataset, DataLoader, ModuleType))
-            left_out |= (
-                callable(one) and not changes.has_state(one) and changes.attributes(one) is None
-            )
+            left_out |= callable(one) and not changes.may_be_saved(one)
             left_out |= ':' in path and any(one is kept for kept in self._kept.values())
             if not (left_out or id(one) in self._how.known):
                 yield path, one

@@ -18,7 +18,7 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import islice
 from pathlib import PurePath
-from types import SimpleNamespace
+from types import BuiltinFunctionType, FunctionType, SimpleNamespace
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -37,6 +37,7 @@ _PYTHON = sysconfig.get_path('stdlib')
 _OF_PROCESS = {'_io', '_thread', '_socket', '_queue', 'threading', 'socket', 'queue', 'subprocess'}
 CONTAINERS = dict, list, set, tuple, deque
 VALUES = complex, range, frozenset, Decimal, Fraction, date, time, timedelta, PurePath, Enum
+FUNCTIONS = FunctionType, BuiltinFunctionType
 KINDS = *SCALARS, *CONTAINERS, *VALUES, torch.Tensor, np.ndarray, np.generic  # checkpoints hold
 
 
@@ -170,6 +171,8 @@ def mark(one: Any, depth: int = 4) -> Any:
         return WeakIdRef(one), names, [mark(t) for t in (*one.parameters(), *one.buffers(), *held)]
     if isinstance(one, VALUES):
         return repr(one)
+    if isinstance(one, FUNCTIONS):
+        return id(one), b''
     if isinstance(one, np.ndarray) and one.dtype != object:
         return id(one), one.shape, _digest_of_array(one)
     own = None if has_state(one) else attributes(one)
@@ -251,7 +254,7 @@ def is_data(one: Any) -> bool:
 
 def may_be_saved(one: Any) -> bool:
     """Whether it is of a kind that checkpoints hold; what it holds may not be."""
-    return isinstance(one, KINDS) or has_state(one) or attributes(one) is not None
+    return isinstance(one, (*KINDS, *FUNCTIONS)) or has_state(one) or attributes(one) is not None
 
 
 def is_large(one: Any, most: tuple[int, int] = COPIED) -> bool:

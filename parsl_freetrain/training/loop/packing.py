@@ -22,6 +22,7 @@ from parsl_freetrain.training.checkpoint.module_state import (
     settings_of,
 )
 from parsl_freetrain.training.loop import changes
+from parsl_freetrain.training.loop.places import OF_TORCH
 from parsl_freetrain.training.steps.buffers import is_plain
 
 _SCALARS = frozenset(changes.SCALARS)
@@ -51,6 +52,10 @@ class How:
     models: Sequence[torch.nn.Module] = ()
     ids_now: Sequence[int] = ()
     ids: Mapping[int, int] = field(default_factory=dict)
+
+    def functions(self, name: str) -> list[Any]:
+        """The user's, and those of torch, of this name."""
+        return [self.find(name), *(getattr(of, name, None) for of in (torch, torch.nn.functional))]
 
     def where(self, ids: Sequence[int]) -> 'How':
         return replace(self, ids=dict(zip(ids, self.ids_now, strict=False)))
@@ -192,6 +197,12 @@ class _Packer:
 
     def _thing(self, one: Any, there: bool) -> Any:
         top, name, own = self._around == {id(one)}, type(one).__name__, changes.attributes(one)
+        if isinstance(one, changes.FUNCTIONS) and one in self._how.functions(one.__name__):
+            return 'function', one.__name__, self._how.functions(one.__name__).index(one)
+        if getattr(torch.nn, name, None) is type(one) and not (one.state_dict() or one._modules):
+            # A loss or an activation, of another kind perhaps than where training began.
+            its = {k: v for k, v in vars(one).items() if k == 'training' or k not in OF_TORCH}
+            return 'module', name, self._parts(its, False), [*one._parameters, *one._buffers]
         if changes.has_state(one) and id(one) not in self._how.known:
             module, models = isinstance(one, torch.nn.Module), enumerate(self._how.models)
             same = (i for i, m in models if type(one) in type(m).__mro__[:2] and alike(m, one))
@@ -281,6 +292,10 @@ class _Unpacker:
                 set_settings([now], packed[3] if packed[3:] else {})
                 set_buffers([now], self.unpack(packed[4]) if packed[4:] else {})
             return now
+        if kind == 'function':
+            return self._how.functions(inner)[packed[2]]
+        if kind == 'module':
+            return self._module(now, *packed[1:])
         if kind == 'constant':
             return (_CONSTANTS.get(packed[2]) or self._class(packed[2]))(*map(self.unpack, inner))
         if kind == 'made':
@@ -296,6 +311,14 @@ class _Unpacker:
                     now[key] = new
             return now
         return self._container(packed, now)
+
+    def _module(self, now: Any, name: str, settings: dict[str, Any], empty: list[str]) -> Any:
+        if type(now) is not (kind := getattr(torch.nn, name)):
+            now = kind.__new__(kind)
+            torch.nn.Module.__init__(now)
+            now._buffers.update(dict.fromkeys(empty))
+        vars(now).update({key: self.unpack(value) for key, value in settings.items()})
+        return now
 
     def _is_live(self, one: torch.Tensor) -> bool:
         """Whether it is, or is a part of, what is trained."""

@@ -14,7 +14,7 @@ from enum import Enum
 from functools import lru_cache, partial
 from itertools import cycle
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
@@ -265,6 +265,20 @@ def snapshots(ctx: FragmentContext) -> list[Any]:
         kept.all.append(copy.deepcopy(model).eval().requires_grad_(False))
         kept.all[-1].offset += ctx.epoch
     return [(one.training, one.weight.requires_grad, float(one.offset)) for one in kept.all]
+
+
+def chosen_later(ctx: FragmentContext) -> None:
+    (model, optimizer), act, own = line(ctx), cast(Any, torch.relu), Namespace(loss=F.mse_loss)
+    criterion, own.other = cast(Any, nn.MSELoss()), nn.MSELoss()
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> Any:
+        return own.loss(one := model(x), y) + own.other(one, y) + criterion(act(one.T), y.T) / 9
+
+    for epoch in ctx.epochs():
+        fit(ctx, loss_of, optimizer)
+        if epoch == 0:
+            criterion, own.other = nn.CrossEntropyLoss(label_smoothing=0.5), nn.HuberLoss(delta=0.3)
+            act, own.loss = torch.tanh, F.l1_loss
 
 
 def by_methods(ctx: FragmentContext) -> None:
@@ -1120,6 +1134,7 @@ def hooks_of_all_kinds(ctx: FragmentContext) -> None:
         (containers_of_all_kinds, 'reproducible'),
         (between_loops, 'reproducible'),
         (snapshots, 'reproducible'),
+        (chosen_later, 'reproducible'),
         (kept, 'reproducible'),
         (in_any_order, 'reproducible'),
         (first_pass, 'reproducible'),
