@@ -185,7 +185,8 @@ def _bits(prepared: Prepared) -> list[int]:
     states = [[*one.state.values()] for one in prepared.optimizers]
     held = tree_leaves(([one for _, one in prepared.named_parameters()], states))
     tensors = [local(one) for one in held if isinstance(one, torch.Tensor)]
-    return bit_sums(tensors, tensors[0].device).tolist()
+    plain = [one for one in tensors if type(one) in (torch.Tensor, torch.nn.Parameter)]
+    return bit_sums(plain, plain[0].device).tolist() if plain else []
 
 
 def put_back_changes(

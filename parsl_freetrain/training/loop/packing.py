@@ -53,8 +53,7 @@ class How:
     ids_now: Sequence[int] = ()
     ids: Mapping[int, int] = field(default_factory=dict)
 
-    def functions(self, name: str) -> list[Any]:
-        """The user's, and those of torch, of this name."""
+    def functions(self, name: str) -> list[Any]:  # the user's and torch's
         return [self.find(name), *(getattr(of, name, None) for of in (torch, torch.nn.functional))]
 
     def where(self, ids: Sequence[int]) -> 'How':

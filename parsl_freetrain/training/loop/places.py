@@ -179,8 +179,9 @@ class Places:
     def _hooks(self, path: str, one: Any) -> None:
         """What is called in passes or steps of a module, parameter or optimizer."""
         names = _OF_TENSORS if isinstance(one, torch.Tensor) else getattr(one, '__dict__', ())
-        for name in (name for name in names if name.endswith('_hooks')):
-            self._given(f'{path}.{name}', [*(getattr(one, name) or {}).values()])
+        its = {name: getattr(one, name) for name in names if name.endswith('_hooks')}
+        for name, hooks in its.items():  # packages have lists of such names
+            self._given(f'{path}.{name}', [*hooks.values()] if isinstance(hooks, dict) else [])
 
     def _given(self, name: str, values: Sequence[Any]) -> None:
         self._waiting += values

@@ -1105,7 +1105,7 @@ def hooks_of_all_kinds(ctx: FragmentContext) -> None:
     """What they count is nowhere else."""
     torch.manual_seed(1)
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    optimizer = sgd(model, lr=0.01)
+    optimizer, model.own_hooks = sgd(model, lr=0.01), [print]
     optimizer.register_step_post_hook(
         rising_hook(lambda by, its, *_: its.param_groups[0].update(lr=0.01 / by))
     )
