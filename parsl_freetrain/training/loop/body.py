@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from inspect import CO_GENERATOR
-from itertools import groupby
+from itertools import groupby, takewhile
 from types import CodeType, FrameType, FunctionType, GeneratorType, MethodType
 from typing import Any
 
@@ -218,9 +218,7 @@ def _steps(code: CodeType, at: int = -1) -> list[dis.Instruction]:
 def _going_on(code: CodeType, at: int) -> set[str]:
     """The variables that a loop reads before it sets them, and not only to add to themselves."""
     first, used, stored = dict[str, bool](), set[str](), set[str]()
-    for _, group in groupby(
-        _steps(code, at), lambda step: step.positions and step.positions.lineno
-    ):
+    for _, group in groupby(_steps(code, at), lambda s: s.positions and s.positions.lineno):
         steps = [*group]
         of = [s for s in steps if s.opname.startswith(_VARIABLES) and isinstance(s.argval, str)]
         line = [(s.opname.startswith('LOAD'), s.argval) for s in of]
@@ -233,12 +231,14 @@ def _going_on(code: CodeType, at: int) -> set[str]:
 
 
 def alone(batches: Iterator[Any]) -> Iterator[Any]:
-    """Those of all epochs; BadInput if ``for``, which begins anew, repeats or counts them."""
-    for code, at in ((frame.f_code, frame.f_lasti) for frame in frames()):
-        if is_library(code.co_filename):
-            break  # its loops may end in another way
-        steps = dis.get_instructions(code)
-        if any(s.opname == 'FOR_ITER' and s.offset < at < s.argval for s in steps):
+    """Those of all epochs; BadInput in a ``for`` of a range, which repeats or counts them."""
+    # Loops of libraries may end in another way.
+    own = takewhile(lambda frame: not is_library(frame.f_code.co_filename), frames())
+    for code, at in ((frame.f_code, frame.f_lasti) for frame in own):
+        steps: list[Any] = [*dis.get_instructions(code)]
+        around = (s for s in steps if s.opname == 'FOR_ITER' and s.offset < at < s.argval)
+        heads = {s.positions.lineno for s in around}
+        if any(s.argval in ('range', 'trange') and s.positions.lineno in heads for s in steps):
             raise BadInput(
                 f'ctx.loop is within a for loop of {code.co_name}, and goes over all epochs '
                 'itself: leave out the loop around it, or write that as "for epoch in '
