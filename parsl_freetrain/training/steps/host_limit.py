@@ -61,9 +61,7 @@ class HostLimit:
                 fewer = max(2 ** math.floor(math.log2(max(enough, 1))), -(-self._shards // passes))
                 mode = f'mode=Reproducible(shards={fewer}), ' if passes > 1 else ''
                 print(
-                    'The device waits for Python, which launches its operations: a forward and '
-                    f'backward pass of {samples} samples, of which this rank has {passes} in a '
-                    f'step, takes Python {1e3 * python_s:.3g} ms and the device '
-                    f'{1e3 * device_s:.3g} ms. What helps: {mode}torch.compile(model) or larger '
-                    'batches.'
+                    f'The device waits for Python: a pass of {samples} samples, forward and back, '
+                    f'takes Python {1e3 * python_s:.3g} ms and the device {1e3 * device_s:.3g} ms. '
+                    f'What helps: {mode}torch.compile(model) or larger batches.'
                 )

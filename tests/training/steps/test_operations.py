@@ -169,7 +169,7 @@ class Device:
 
 def test_a_device_that_waits_for_python_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
     for shards, passes, work_s, words in (
-        (4, 4, 0.015, '8 samples, of which this rank has 4|35 ms and the device 15 ms|shards=2)'),
+        (4, 4, 0.015, 'of 8 samples, |35 ms and the device 15 ms|shards=2)'),
         (8, 2, 0.003, 'shards=4)'),  # each rank has one then
         (1, 1, 0.015, '15 ms. What helps: torch.compile'),
         (4, 4, 0.025, ''),  # not much less than Python
