@@ -86,11 +86,13 @@ class ParslSide:
         return self._lock.lost or self._parsls_trouble()
 
     def _parsls_trouble(self) -> str:
-        if (interchange := self._executor.interchange_proc) is None:
+        interchange = self._executor.interchange_proc
+        if interchange is None:
             return ''
         if interchange.poll() is None:
-            answers = self._executor.command_client.ok
-            return '' if answers else "Parsl's interchange does not answer any more"
+            if self._executor.command_client.ok:
+                return ''
+            return "Parsl's interchange does not answer any more"
         return (
             f"Parsl's interchange has ended with status {interchange.returncode}; its log is "
             f'{self._executor.logdir}/interchange.log, and a new run continues from the checkpoints'
@@ -98,10 +100,6 @@ class ParslSide:
 
     def fail_all(self, why: str) -> None:
         """Fail all tasks of Parsl, also those to come. Ordinary apps survive a lost folder."""
-
-        def fail() -> None:
-            with self._submitting:  # one that came while the others fail would wait for ever
-                self._executor.set_bad_state_and_fail_all(TrainerFailed(f'{why}.'))
-
         if not self._lock.lost and not self._executor.bad_state_is_set:
-            in_thread(fail, 'FreeTrain-Failing')
+            fail = self._executor.set_bad_state_and_fail_all
+            in_thread(lambda: fail(TrainerFailed(f'{why}.')), 'FreeTrain-Failing')
