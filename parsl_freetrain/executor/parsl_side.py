@@ -60,7 +60,11 @@ class ParslSide:
             while not self._executor.outgoing_q.zmq_socket.poll(_LOOK_MS, zmq.POLLOUT):
                 if trouble := self._parsls_trouble():
                     raise TrainerFailed(f'{trouble}.')
-            return HighThroughputExecutor.submit_payload(self._executor, context, buffer)
+            self._executor.outgoing_q.zmq_socket.sndtimeo = _LOOK_MS  # it may end just now
+            try:
+                return HighThroughputExecutor.submit_payload(self._executor, context, buffer)
+            except zmq.Again as error:
+                raise TrainerFailed(f'{self._parsls_trouble()}.') from error
 
     def managers(self) -> list[dict[str, Any]]:
         """Those that are connected. Parsl's own call would wait for ever without an interchange."""
@@ -86,13 +90,11 @@ class ParslSide:
         return self._lock.lost or self._parsls_trouble()
 
     def _parsls_trouble(self) -> str:
-        interchange = self._executor.interchange_proc
-        if interchange is None:
+        if (interchange := self._executor.interchange_proc) is None:
             return ''
         if interchange.poll() is None:
-            if self._executor.command_client.ok:
-                return ''
-            return "Parsl's interchange does not answer any more"
+            answers = self._executor.command_client.ok
+            return '' if answers else "Parsl's interchange does not answer any more"
         return (
             f"Parsl's interchange has ended with status {interchange.returncode}; its log is "
             f'{self._executor.logdir}/interchange.log, and a new run continues from the checkpoints'
