@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import zmq
@@ -56,15 +57,15 @@ class ParslSide:
 
     def submit(self, context: dict[str, Any], buffer: bytes) -> HTEXFuture:
         """Parsl's own submission, safe for two threads; TrainerFailed without interchange."""
+        htex, socket = self._executor, self._executor.outgoing_q.zmq_socket
         with self._submitting:
-            while not self._executor.outgoing_q.zmq_socket.poll(_LOOK_MS, zmq.POLLOUT):
+            socket.sndtimeo = _LOOK_MS  # or Parsl's send would wait for ever
+            while True:
+                with suppress(zmq.Again):  # it has ended behind the look
+                    if socket.poll(_LOOK_MS, zmq.POLLOUT):
+                        return HighThroughputExecutor.submit_payload(htex, context, buffer)
                 if trouble := self._parsls_trouble():
                     raise TrainerFailed(f'{trouble}.')
-            self._executor.outgoing_q.zmq_socket.sndtimeo = _LOOK_MS  # it may end just now
-            try:
-                return HighThroughputExecutor.submit_payload(self._executor, context, buffer)
-            except zmq.Again as error:
-                raise TrainerFailed(f'{self._parsls_trouble()}.') from error
 
     def managers(self) -> list[dict[str, Any]]:
         """Those that are connected. Parsl's own call would wait for ever without an interchange."""

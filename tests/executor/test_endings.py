@@ -43,7 +43,9 @@ def test_a_scheduler_that_does_not_answer_ends_nothing(
         assert len(executor.blocks_to_job_id) == 1
 
 
-def test_without_an_interchange_all_futures_fail_and_the_workflow_ends(tmp_path: Path) -> None:
+def test_without_an_interchange_all_futures_fail_and_the_workflow_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     @python_app
     def ordinary(mark: str) -> None:
         import pathlib
@@ -66,8 +68,14 @@ def test_without_an_interchange_all_futures_fail_and_the_workflow_ends(tmp_path:
         subprocess.run(['kill', str(interchange.pid)], check=True)  # as to all of a job or terminal
         with pytest.raises(psutil.TimeoutExpired):
             interchange.wait(0.5)
-        interchange.kill()
-        later = ordinary(str(mark))  # nobody takes it any more
+
+        def end_behind_the_look(*_: object) -> bool:
+            assert executor.interchange_proc is not None
+            executor.interchange_proc.kill()
+            return executor.interchange_proc.wait(LIMIT_S) != 0
+
+        monkeypatch.setattr(executor.outgoing_q.zmq_socket, 'poll', end_behind_the_look)
+        later = ordinary(str(mark))  # nobody takes it any more, and Parsl's send would wait
         said = r'interchange has ended.*interchange\.log'
         for training in (future, ft.freetrain_app(total_epochs=1)(fit)(trainer_name='later')):
             with pytest.raises(ft.TrainerFailed, match=said):
