@@ -86,12 +86,12 @@ test-packages:
 	PATH=$(CURDIR)/$(PACKAGES)/bin:$$PATH $(PACKAGES)/bin/python -m pytest $(or $(strip $(TEST_ARGS)),tests/packages)
 
 # Some of them in continuous integration, where .venv has most of what they need.
-FEW := -k 'peft_lora or trl_sft_command or nequip_train or neuraloperator'
+FEW := -k 'peft_lora or torchao or trl_sft_command or nequip_train or neuraloperator'
 few-packages: $(INSTALLED)
 	$(PYTHON) -m venv $(PACKAGES)-few
 	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
 	    > $$(echo $(PACKAGES)-few/lib/python*/site-packages)/base.pth
-	$(PACKAGES)-few/bin/python -m pip install --quiet $(PIP_ARGS) -c .ci/constraints.txt $$(grep -E '^(nequip|neuraloperator|peft|trl)=' .ci/constraints-packages.txt)
+	$(PACKAGES)-few/bin/python -m pip install --quiet $(PIP_ARGS) -c .ci/constraints.txt $$(grep -E '^(nequip|neuraloperator|peft|torchao|trl)=' .ci/constraints-packages.txt)
 
 test-few-packages: few-packages
 	PATH=$(CURDIR)/$(PACKAGES)-few/bin:$$PATH $(PACKAGES)-few/bin/python -m pytest tests/packages $(or $(strip $(TEST_ARGS)),$(FEW))
