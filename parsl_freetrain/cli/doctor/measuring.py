@@ -83,8 +83,8 @@ def _seconds(call: Any, *arguments: Any, **named: Any) -> float:
 def _mount(folder: Path) -> dict[str, str]:
     mounts = psutil.disk_partitions(all=True)[::-1]  # of several at one place, the last counts
     around = (one for one in mounts if folder.resolve().is_relative_to(one.mountpoint))
-    best = max(around, key=lambda one: len(one.mountpoint))
-    return {'mount': best.mountpoint, 'type': best.fstype, 'options': best.opts}
+    best = max(around, key=lambda one: len(one.mountpoint), default=('', '', '', ''))
+    return dict(zip(('mount', 'type', 'options'), best[1:], strict=True))
 
 
 def _skew(path: Path) -> float:

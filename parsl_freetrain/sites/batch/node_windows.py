@@ -61,7 +61,7 @@ class OnTheWay:
 
 
 def windows(
-    nodes: Iterable[records.Nodes],
+    nodes: Collection[records.Nodes],
     jobs: Iterable[records.BatchJob],
     reservations: Iterable[records.NodeReservation],
     wanted: Wanted,
@@ -72,6 +72,9 @@ def windows(
     planned. ``ours``: jobs that do not limit it. A job with an expected start and no planned nodes
     may get any node of its partition, so it limits them all.
     """
+    members: dict[str, set[str]] = defaultdict(set)
+    for group in nodes:
+        members[group.partition].update(group.names)
     until = {
         name: math.inf if group.until_s is None else group.until_s
         for group in nodes
@@ -83,9 +86,8 @@ def windows(
             until.pop(name, None)
         if job.job_id in ours or job.state is not records.JobState.PENDING or job.start_s is None:
             continue
-        of = job.partition.split(',')
-        anywhere = (name for group in nodes if group.partition in of for name in group.names)
-        for name in until.keys() & set(job.planned or anywhere):
+        places = job.planned or [n for each in job.partition.split(',') for n in members[each]]
+        for name in until.keys() & set(places):
             until[name] = min(until[name], job.start_s)
     for reservation in reservations:
         if reservation.end_s > now:
