@@ -110,7 +110,7 @@ class LoopLengths:
         if not 0 < length <= total - base:
             raise BadInput(
                 f'ctx.loop was to train {length} samples, but {total - base} of the total of '
-                f'{total} are left.'
+                f'{total} are left: a call goes over all epochs, unless it states its own.'
             )
         return length, total
 

@@ -292,7 +292,7 @@ class _Unpacker:
                 set_buffers([now], self.unpack(packed[4]) if packed[4:] else {})
             return now
         if kind == 'function':
-            return self._how.functions(inner)[packed[2]]
+            return self._how.functions(inner)[packed[2]] or self._class(inner)
         if kind == 'module':
             return self._module(now, *packed[1:])
         if kind == 'constant':
