@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.benchmarks.versus import measures
 from tests.benchmarks.versus.constants import BATCH
-from tests.benchmarks.versus.machine import Machine, Step, kill, machine
+from tests.benchmarks.versus.machine import Step, kill, machine
 from tests.benchmarks.versus.plan import NothingTrained, undisturbed, until
 from tests.benchmarks.versus.systems.ours import Ours
 
@@ -87,7 +87,7 @@ def struck(folder: Path, times: int, chance: random.Random, ahead: bool) -> meas
                 system.leave(here, node)
             kill(processes)
             events.append(measures.Event(kind, time.time(), NODES - len(nodes)))
-            until(lambda: _went_on(here, events[-1]), LIMIT_S)
+            until(lambda: any(step.begun > events[-1].at for step in here.steps()), LIMIT_S)
 
         def come(nodes: Sequence[str]) -> None:
             events.append(measures.Event(measures.ARRIVAL, time.time(), NODES))
@@ -108,10 +108,6 @@ def struck(folder: Path, times: int, chance: random.Random, ahead: bool) -> meas
             come(pair)
         steady()
         return measures.Run(commanded, time.time(), NODES, tuple(events), tuple(here.steps()))
-
-
-def _went_on(here: Machine, event: measures.Event) -> bool:
-    return any(step.begun > event.at for step in here.steps())
 
 
 def repeated(steps: Sequence[Step], event: measures.Event, until_s: float) -> int:

@@ -95,7 +95,10 @@ def causes(alone: Sequence[Outcome], filled: Outcome, delays: Iterable[float]) -
         if delay_s <= max(own_s, 2.0):
             continue
         job, start_s = filled.jobs[place], filled.ordinary[place].start_s
-        asked = sorted(at for jobs, at in filled.needs if job.partition('_')[0] in _base(jobs))
+        own = job.partition('_')[0]
+        asked = sorted(
+            at for jobs, at in filled.needs if any(j.partition('_')[0] == own for j in jobs)
+        )
         could_s = min(start_s, max(each.ordinary[place].start_s for each in alone))
         if not asked:
             why = 'lacked no node of ours: those before it were late, or taken in another order'
@@ -105,10 +108,6 @@ def causes(alone: Sequence[Outcome], filled: Outcome, delays: Iterable[float]) -
             why = f'nodes were given back {start_s - asked[0]:.0f} s before it began'
         told.append([place, round(delay_s, 1), why])
     return told
-
-
-def _base(jobs: Iterable[str]) -> set[str]:
-    return {job.partition('_')[0] for job in jobs}
 
 
 def table(found: Sequence[Mapping[str, Any]]) -> None:

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -82,7 +82,7 @@ def told(runs: Mapping[str, Outcome], mode: str) -> dict[str, Any]:
     alone, again, filled = runs['alone'], runs['again'], runs[mode]
     idle = idle_of(filled)
     return {
-        'delays_s': _rounded(delays_s([alone, again], filled)),
+        'delays_s': [round(each, 1) + 0.0 for each in delays_s([alone, again], filled)],  # no -0
         'scatter_s': round(scatter_s(alone, again), 1),
         'share': round(idle.share, 3),
         'share_of_long': round(idle.share_of_long, 3),
@@ -93,10 +93,6 @@ def told(runs: Mapping[str, Outcome], mode: str) -> dict[str, Any]:
         'alone': alone.document(),
         'filled': filled.document(),
     }
-
-
-def _rounded(seconds: Iterable[float]) -> list[float]:
-    return [round(each, 1) + 0.0 for each in seconds]  # no -0
 
 
 if __name__ == '__main__':

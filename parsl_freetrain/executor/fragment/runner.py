@@ -182,9 +182,8 @@ class FragmentRunner(Subscriber):
         fragment = next(going, None)
         if fragment is None:
             raise BadInput(f'No fragment of trainer {name!r} is running now.')
-        which = (
-            f'Fragment {fragment.number} of trainer {name!r} on {nodes_text(len(fragment.members))}'
-        )
+        nodes = nodes_text(len(fragment.members))
+        which = f'Fragment {fragment.number} of trainer {name!r} on {nodes}'
         if grace_s <= 0:
             self._members.give_up(fragment, 'a rehearsed preemption')
             return f'{which} is being killed.'

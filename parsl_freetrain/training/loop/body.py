@@ -169,10 +169,9 @@ class Body:
     def _loaders(self) -> dict[str, int]:
         """By name: how many batches an iterator over a DataLoader has given."""
         # Models and optimizers know their states, and data have caches.
-        known, names = (Dataset, DataLoader, torch.optim.Optimizer), dict[str, Any]()
-        if self._around is not None:
-            its = self._around.f_locals.items()
-            names = {name: one for name, one in its if not isinstance(one, known)}
+        known = Dataset, DataLoader, torch.optim.Optimizer
+        its = self._around.f_locals if self._around is not None else {}
+        names = {name: one for name, one in its.items() if not isinstance(one, known)}
         names |= {f'dataset{at}': one for at, one in parts_of(self._data)}
         found = {name: _given(one) for name, one in among(names, Iterator).items()}  # type: ignore[type-abstract]
         return {name: given for name, given in found.items() if given is not None}

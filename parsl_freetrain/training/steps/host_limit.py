@@ -1,6 +1,5 @@
 """Whether a device waits for Python, which launches its operations."""
 
-import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -57,8 +56,8 @@ class HostLimit:
             device_s = self._events[0].elapsed_time(self._events[1]) / 1e3
             if python_s > _FACTOR * device_s:
                 enough = self._shards * _FACTOR * device_s / python_s
-                # A rank needs a shard.
-                fewer = max(2 ** math.floor(math.log2(max(enough, 1))), -(-self._shards // passes))
+                # A power of two, but a rank needs a shard.
+                fewer = max(1 << int(max(enough, 1)).bit_length() - 1, -(-self._shards // passes))
                 mode = f'mode=Reproducible(shards={fewer}), ' if passes > 1 else ''
                 print(
                     f'The device waits for Python: a pass of {samples} samples, forward and back, '

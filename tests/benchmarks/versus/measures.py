@@ -2,7 +2,7 @@
 
 import itertools
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tests.benchmarks.versus.constants import BATCH
@@ -75,14 +75,10 @@ def work(run: Run) -> Work:
     speeds = speed_by_world(run.steps)
     changes = [(begun, run.nodes), *((e.at, e.nodes) for e in run.events), (run.ended, 0)]
     allowed = sum(
-        (until - since) * speeds[_nearest(nodes, speeds)]
+        (until - since) * speeds[min(speeds, key=lambda world: abs(world - nodes))]
         for (since, nodes), (until, _) in itertools.pairwise(changes)
     )
     return Work(useful, all_ - useful, useful / (run.ended - begun), useful / allowed)
-
-
-def _nearest(nodes: int, worlds: Iterable[int]) -> int:
-    return min(worlds, key=lambda world: abs(world - nodes))
 
 
 def speed_by_world(steps: Sequence[Step]) -> dict[int, float]:
